@@ -58,6 +58,7 @@ NAMED = {
     ("tearsmemory", "scripts.parameters_in_one_memory"): "^two parameters in one memory: no error",
     ("stepsonnothing", "scripts.steps_without_a_backward"): r"^optimizer.step\(\) before any backward: it did not r",
     ("readsmemory", "scripts.weights_of_other_strides"): "^a script that transposes a weight: no error",
+    ("laysoutbyrows", "scripts.weights_of_other_strides"): "^noise for weights by columns: no error",
     ("keepseveryoptimizer", "scripts.later_optimizers"): "^two optimizers hold the parameter head.weight",
     ("knowstensorsintrees", "scripts.outputs_of_any_type"): "^an output that is a dataclass: no error",
     ("runshooksonparts", "scripts.hooks_of_parameters"): "^a hook that clamps a gradient: no error",

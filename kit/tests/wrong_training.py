@@ -103,6 +103,18 @@ class ReadsMemory(Mistake):
             self.local.reduced()
 
 
+class LaysOutByRows(Mistake):
+    """Lays weights out row by row, and lets random numbers for them come in that order."""
+
+    caught_by = ("scripts.weights_of_other_strides",)
+
+    class trainable(ToyTrainable):  # noqa: N801
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for parameter in self.flat.held:
+                parameter.data = parameter.data.contiguous()
+
+
 class KeepsEveryOptimizer(Mistake):
     """Does not forget an optimizer that a later one replaces."""
 

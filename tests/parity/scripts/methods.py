@@ -234,6 +234,72 @@ def weights_dropped_by_draws(accelerator):
     return fit(accelerator, model, optimizer, batches, of_classes, after=after)
 
 
+class Columns(nn.Module):
+    """A convolution in ``channels_last``, and layers whose weights lie by columns as a transposed matrix does."""
+
+    def __init__(self):
+        super().__init__()
+        self.images = nn.Conv2d(FEATURES // 2, 16, 2).to(memory_format=torch.channels_last)
+        self.body, self.head = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), nn.Linear(16, CLASSES)
+        for layer in (self.body[0], self.body[2], self.head):
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+
+    def forward(self, x):
+        pixels = torch.stack([x, x.flip(1), x.cos(), x.sin()], -1).view(len(x), FEATURES // 2, 2, 4)
+        return self.head(self.body(torch.tanh(self.images(pixels).mean((2, 3)))))
+
+
+@script()
+def noise_on_weights_by_columns(accelerator):
+    """Noise for weights that do not lie row by row: torch draws random numbers in the order of memory."""
+    model = build(Columns)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model, 0.1), loader())
+    torch.manual_seed(7)
+
+    def after():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+                parameter.data.add_(torch.rand_like(parameter.data * 2), alpha=0.01)
+
+    return fit(accelerator, model, optimizer, batches, of_classes, after=after)
+
+
+@script()
+def weights_by_columns_drawn_anew(accelerator):
+    """Weights that do not lie row by row are initialised after ``prepare``, in the ways of ``nn.init``."""
+    model = build(Columns)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model, 0.1), loader())
+    torch.manual_seed(7)
+    with torch.no_grad():
+        nn.init.kaiming_uniform_(model.images.weight)
+        nn.init.orthogonal_(model.body[0].weight)
+        model.body[2].weight.data.normal_(0, 0.2)
+        model.head.weight.copy_(torch.bernoulli(torch.full_like(model.head.weight, 0.5)) - 0.5)
+        model.head.weight.mul_(F.dropout(model.head.weight, 0.2) + 1)
+    return fit(accelerator, model, optimizer, batches, of_classes)
+
+
+@script()
+def weights_by_columns_drawn_by_views(accelerator):
+    """As above, by rows, transposed views, copies, and what was computed from such weights."""
+    model = build(Columns)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model, 0.1), loader())
+    torch.manual_seed(7)
+    images, first, second, head = (each.weight for each in (model.images, model.body[0], model.body[2], model.head))
+    with torch.no_grad():
+        images.data[2:].normal_(0, 0.2)
+        first.copy_(torch.randn_like(first.t()).t() / 4)
+        first[:, 3:].uniform_(-0.2, 0.2)
+        second.data.t().normal_(0, 0.2)
+        second.add_(torch.rand_like(second.detach().clone().abs_()) / 8)
+        second.add_(torch.randn_like(second, memory_format=torch.contiguous_format) / 8)
+        head.add_(F.dropout(head.t() * 2, 0.2).t())
+        nn.init.trunc_normal_(head[1:], 0, 0.2)
+        images.add_(torch.normal(images, 0.1))
+    return fit(accelerator, model, optimizer, batches, of_classes)
+
+
 def two_tasks(model, x, y):
     """Losses of a classification and of a regression, from one forward."""
     out = model(x)

@@ -109,6 +109,15 @@ class Convolved(nn.Module):
         return logits
 
 
+class Columns(Convolved):
+    """Weights that do not lie row by row: ``channels_last``, and by columns as those of a transposed matrix do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.square.weight = nn.Parameter(self.square.weight.detach().t().contiguous().t())
+
+
 class Writing(Encoder):
     """Forward writes what it computes from its batch to a parameter."""
 
@@ -321,7 +330,7 @@ def parameters_that_are_written(kit: Kit) -> None:
 
 @case()
 def weights_of_other_strides(kit: Kit) -> None:
-    """Weights whose order in memory changes after ``prepare``: transposed, other strides, ``channels_last``."""
+    """Weights whose order in memory changes after ``prepare``; random numbers for any that do not lie row by row."""
 
     def transposes(model: Any, _optimizer: Any, step: int) -> None:
         if step == 1:
@@ -342,6 +351,16 @@ def weights_of_other_strides(kit: Kit) -> None:
     }
     for between, what in said.items():
         compare(kit, what, kind=Convolved, between=between)
+
+    @torch.no_grad()
+    def draws(model: Any, _optimizer: Any, step: int) -> None:
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        model.square.weight.data.mul_(torch.rand_like(model.square.weight.data))
+
+    if kit.accelerator().device.type == "cpu":  # Other devices draw other numbers than the plain loop.
+        compare(kit, "noise for weights by columns", kind=Columns, between=draws)
 
 
 @case()

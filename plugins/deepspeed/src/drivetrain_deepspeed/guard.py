@@ -20,6 +20,8 @@ from torch import nn
 
 from drivetrain.api import UnsupportedError
 from drivetrain_deepspeed.layout import partition_of, partitioned
+from drivetrain_deepspeed.strides import run_in_order
+from drivetrain_sharding import is_dense
 
 _ENGINE = ("deepspeed.", "drivetrain_deepspeed.")
 
@@ -75,7 +77,13 @@ class GuardedParameter(nn.Parameter):
                         return _WHOLE[name](*args, **kwargs)
                     elif name == "data" and func.__name__ == "__get__":
                         # Shares the count of writes, which `data` does not: DeepSpeed's own checks go by it.
-                        return first.detach()
+                        func, args = torch.Tensor.detach, (first,)
+                    elif name == "data":
+                        first._drivetrain_guard.strides.pop(id(first), None)  # noqa: SLF001
+                if name not in _ABOUT and name != "grad":
+                    strides = _strides((*args, *kwargs.values()))
+                    if strides:
+                        return run_in_order(func, args, kwargs, strides)
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -114,11 +122,19 @@ class Guard:
         module: the user's.
         names: of its parameters, by identity.
         stage: of ZeRO.
+        strides: of the parameters that did not lie row by row, by identity. Those that ZeRO lays out anew are guarded
+            outside of the engine's calls at every stage, so that random numbers come in the script's order.
     """
 
-    def __init__(self, module: nn.Module, stage: int) -> None:
+    def __init__(self, module: nn.Module, stage: int, strides: Mapping[int, tuple[int, ...]] | None = None) -> None:
         self.model, self._stage = type(module).__name__, stage
         self._names = {id(each): name for name, each in module.named_parameters()}
+        given = strides or {}
+        self.strides = {
+            id(each): given[id(each)]
+            for each in module.parameters()
+            if id(each) in given and each.stride() != given[id(each)]
+        }
         self.pending: Callable[[], bool] = lambda: False
         """Whether gradients of an open window wait for a step."""
         plain = [each for each in module.parameters() if type(each) is nn.Parameter] if stage else []
@@ -142,6 +158,7 @@ class Guard:
                 each.ds_enable_sanity_checks = True
                 self._theirs.append((each, each.all_gather))
                 each.all_gather = self._taking_in(each.all_gather)
+        self._laid = [each for each in self._plain if id(each) in self.strides]
         self._on = False
         self._lifted = 0
         self._switch(on=stage == 3)
@@ -153,7 +170,7 @@ class Guard:
         if self._lent:
             self._check_lent()
         self._lifted += 1
-        if self._on:
+        if self._on or self._laid:
             self._switch(on=False)
             if self._touched:
                 self.take_in()
@@ -162,7 +179,7 @@ class Guard:
         self._lifted -= 1
         if not self._lifted:
             wanted = self._stage == 3 or self.pending() or bool(self.stepped)
-            if wanted != self._on:
+            if wanted != self._on or self._laid:
                 self._switch(on=wanted)
 
     @property
@@ -172,6 +189,7 @@ class Guard:
 
     def release(self) -> None:
         """Plain parameters for good."""
+        self._laid = []
         self._switch(on=False)
         for each in self._plain:
             del each._drivetrain_guard  # noqa: SLF001
@@ -183,6 +201,16 @@ class Guard:
         self._on, kind = on, GuardedParameter if on else nn.Parameter
         for each in self._plain:
             each.__class__ = kind
+        if not self._lifted:
+            for each in self._laid:
+                each.__class__ = GuardedParameter
+
+    def keep_strides(self, parameter: nn.Parameter) -> None:
+        """Remember a parameter's strides, before ZeRO lays the values that it was given out row by row."""
+        its = parameter.stride()
+        if not parameter.is_contiguous() and is_dense(tuple(parameter.shape), its):
+            self.strides[id(parameter)] = its
+            self._laid = [each for each in self._plain if id(each) in self.strides]
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -196,6 +224,7 @@ class Guard:
         for piece in self._pieces:
             data = piece.parameter.data
             if piece.numel and data.shape == piece.shape:
+                self.keep_strides(piece.parameter)
                 parts.append(partition_of(piece.parameter)[: piece.numel])
                 values.append(data.reshape(-1)[piece.start : piece.start + piece.numel])
         if parts:
@@ -277,6 +306,16 @@ class Guard:
 def in_parts(parameter: Any) -> bool:
     """Whether this rank holds only a part of it now."""
     return getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) is not ZeroParamStatus.AVAILABLE
+
+
+def _strides(values: Iterable[Any]) -> dict[int, tuple[int, ...]]:
+    """Return the script's strides of the parameters among these that ZeRO lays out otherwise, by identity."""
+    found: dict[int, tuple[int, ...]] = {}
+    for each in _parameters(values):
+        its = each._drivetrain_guard.strides.get(id(each))  # noqa: SLF001
+        if its is not None and not in_parts(each):
+            found[id(each)] = its
+    return found
 
 
 def _parameters(values: Iterable[Any]) -> Iterator[Any]:

@@ -28,7 +28,7 @@ from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.several import SeveralOptimizers
 from drivetrain_deepspeed.state import EngineState, RecordedGroups
-from drivetrain_sharding import AssignmentRefusal, pickle_as_made
+from drivetrain_sharding import AssignmentRefusal, is_dense, pickle_as_made
 
 if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend
@@ -81,6 +81,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         assert isinstance(optimizers[0], DummyOptim)
         elementwise.check_described(str(described["type"]), backend.config.stage)
         given = {"model_parameters": optimizers[0].given_groups()}
+    strides = _strides(module) if backend.config.stage else {}
     if backend.config.stage == 3:
         _refuse_empty(module)
         _make_contiguous(module)
@@ -93,7 +94,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         recorded = [RecordedGroups(recorded[0].parameters, tuple(steps[0].param_groups), steps[0])]
     for adagrad in adagrads:
         _fill_adagrad(adagrad, engine.optimizer)
-    guard = Guard(module, backend.config.stage)
+    guard = Guard(module, backend.config.stage, strides)
     _write_as_made(of_script, backend.config.stage)
     held = [
         (optimizer, [parameter for group in its.parameters for parameter in group])
@@ -121,6 +122,15 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         )
         driver.extra_hooks += [*refuse_hidden_outputs(module), driver.watched]
     return MadeEngine(driver, EngineState(module, engine.optimizer, recorded), steps, guard)
+
+
+def _strides(module: nn.Module) -> dict[int, tuple[int, ...]]:
+    """Strides of the parameters that do not lie row by row, by identity."""
+    return {
+        id(each): each.stride()
+        for each in module.parameters()
+        if not each.is_contiguous() and is_dense(tuple(each.shape), each.stride())
+    }
 
 
 def _make_contiguous(module: nn.Module) -> None:

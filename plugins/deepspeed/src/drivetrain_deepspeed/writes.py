@@ -129,6 +129,7 @@ class Writes:
                 self._check_kind(parameter, view)
                 # A copy: two parameters may have been given each other's memory.
                 replaced.append((parameter, view, parameter.data.clone()))
+                self._guard.keep_strides(parameter)
         for parameter, view, values in replaced:
             view.copy_(values)
             parameter.data = view

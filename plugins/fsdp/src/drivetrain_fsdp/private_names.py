@@ -19,7 +19,7 @@ TESTED = "2.13.0"
 _WHO: dict[str, Any] = {"library": "torch", "tested": TESTED, "user": "drivetrain-fsdp"}
 
 _GROUP = ("_all_gather_result", "_partial_reduce_output", "post_backward", "reduce_grads", "unshard")
-_PARAMETER = ("_param_fqn", "unsharded_accumulated_grad")
+_PARAMETER = ("_param_fqn", "_sharding_spec", "unsharded_accumulated_grad")
 _GRAPH_TASK = ("_current_graph_task_id",)
 _NO_GRAPH_TASK = -1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.api import PrecisionPolicy, Topology, UnsupportedError, UsageError, collectives, dtype_of
+from drivetrain_fsdp import private_names
 from drivetrain_fsdp.buffers import state_buffers, unchanged_buffers
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.units import choose_units, owners
-from drivetrain_sharding import keep_class_name
+from drivetrain_sharding import is_dense, keep_class_name, parameter_groups, with_strides
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,8 @@ def shard(
         undo.extend(_cast_norm_inputs(module))
     ignored = set(plan.whole)
     for parameter in plan.whole:
-        parameter.data = _placed(parameter, topology)
+        parameter.data = with_strides(_placed(parameter, topology), parameter.stride())
+    strides = _strides(module)
     modules = [*plan.units, module]
     for unit in modules:
         for parameter in unit.parameters():
@@ -157,6 +159,7 @@ def shard(
             ignored_params=ignored,
         )
         keep_class_name(unit)
+        _keep_strides(unit, strides)
     sharded = Sharded(_as_sharded(module), [_as_sharded(unit) for unit in modules], [], undo)
     after = config.reshard_after_forward
     sharded.stay_whole = [sharded.root] if after is None else [] if after is True else sharded.modules
@@ -212,6 +215,41 @@ def _placed(parameter: Tensor, topology: Topology) -> Tensor:
     data = parameter.detach().to(topology.device).contiguous()
     # Into its own memory: a copy for each parameter would fragment the heap.
     return data.copy_(collectives.broadcast(data, 0, topology)) if topology.world_size > 1 else data
+
+
+def _strides(module: nn.Module) -> dict[tuple[nn.Module, str], tuple[int, ...]]:
+    """Strides of the parameters that do not lie row by row, by the modules that hold them and their names there."""
+    return {
+        (part, name): parameter.stride()
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False)
+        if not parameter.is_contiguous() and is_dense(tuple(parameter.shape), parameter.stride())
+    }
+
+
+def _keep_strides(unit: nn.Module, strides: Mapping[tuple[nn.Module, str], tuple[int, ...]]) -> None:
+    """Give shards the strides of the full parameters, which torch's random numbers depend on. Not collective.
+
+    ``fully_shard`` takes parameters row by row only, and its shards lie so. Strides of a DTensor are those of the full
+    tensor, and what is computed from it has strides computed from them.
+    """
+    if not strides:
+        return
+    groups = parameter_groups([_as_sharded(unit)], "drivetrain-fsdp")
+    private_names.check(groups)
+    for one in (each for group in groups for each in group.fsdp_params):
+        place = one._module_info  # noqa: SLF001
+        its = strides.get((place.module, place.param_name))
+        if its is None:
+            continue
+        old, local = one.sharded_param, one.sharded_param.detach().to_local()
+        laid = DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=its)
+        one.sharded_param = nn.Parameter(laid, requires_grad=old.requires_grad)
+        one._sharding_spec = one.sharded_param._spec  # noqa: SLF001
+        for holder, name in zip(
+            (place.module, *place.shared_modules), (place.param_name, *place.shared_param_names), strict=True
+        ):
+            holder.register_parameter(name, one.sharded_param)
 
 
 def _offloading(config: FSDPConfig, topology: Topology) -> OffloadPolicy:

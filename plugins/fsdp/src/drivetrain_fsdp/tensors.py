@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_fsdp import private_names
 from drivetrain_fsdp.shards import box_of
-from drivetrain_sharding import leaves_ranks_out
+from drivetrain_sharding import leaves_ranks_out, with_strides
 
 _aten = torch.ops.aten
 
@@ -213,7 +213,7 @@ def _with_mean_gradient(tensor: ComputedTensor) -> Tensor:
     """Gather the full tensor for a loss of this rank, of which the mean is trained on. Collective, its backward too."""
     if not tensor.requires_grad:
         return _whole(tensor)
-    whole: Tensor = _MeanGradient.apply(tensor.full_tensor())  # type: ignore[no-untyped-call]
+    whole: Tensor = _MeanGradient.apply(with_strides(tensor.full_tensor(), tensor.stride()))  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -527,11 +527,13 @@ def _refuse_other_memory(func: Any, changes: ShardedTensor) -> None:
 
 
 def _whole(tensor: DTensor) -> Tensor:
-    """Gather the full tensor. Collective over all ranks unless every rank has it."""
+    """Gather the full tensor, with its strides. Collective over all ranks unless every rank has it."""
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
-        return tensor._local_tensor  # noqa: SLF001
-    alone: Any = tensor.detach()
-    return alone.full_tensor()  # type: ignore[no-any-return]
+        whole = tensor._local_tensor  # noqa: SLF001
+    else:
+        alone: Any = tensor.detach()
+        whole = alone.full_tensor()
+    return with_strides(whole, tensor.stride())
 
 
 def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: ShardedTensor) -> ShardedTensor:
@@ -611,9 +613,9 @@ def _draw_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             cure="Draw from p.full_tensor(), on every rank, with the same seed.",
         )
     _from_first_rank(drawn)
-    local = drawn[box_of(like)] if drawn.dim() else drawn
+    local = drawn[box_of(like)].contiguous() if drawn.dim() else drawn
     made = DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=drawn.stride()
     )
     return as_sharded(made)
 

@@ -34,6 +34,7 @@ class TensorParallel:
         ring: the ranks of the axis ``tp``.
         mesh: the same as a mesh; ``None`` where the ring is simulated, and parts are plain tensors.
         layouts: for each cut parameter, by its first name, how.
+        keeps_strides: a cut parameter has the strides of the whole; else those of a tensor that lies row by row.
         undo: takes the hooks off the modules again.
     """
 
@@ -41,6 +42,7 @@ class TensorParallel:
     ring: Ring
     mesh: DeviceMesh | None
     layouts: dict[str, Layout] = field(default_factory=dict)
+    keeps_strides: bool = True
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -54,7 +56,10 @@ class TensorParallel:
         if layout is None:
             return whole
         own = self.ring.part(whole, layout).clone()
-        return own if self.mesh is None else as_cut(as_dtensor(own, layout, self.mesh), layout, self.ring)
+        if self.mesh is None:
+            return own
+        strides = whole.stride() if self.keeps_strides else None
+        return as_cut(as_dtensor(own, layout, self.mesh, strides), layout, self.ring)
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: MegatronConfig) -> TensorParallel:
@@ -72,7 +77,9 @@ def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, section: Megatron
         UsageError: as :func:`~drivetrain_megatron.tensor.plan.make_plan`.
     """
     ring = Ring(mesh.get_group(), sequence_parallel=section.sequence_parallel)
-    done = TensorParallel(make_plan(module, ring.size, section.tp_plan), ring, mesh)
+    plan = make_plan(module, ring.size, section.tp_plan)
+    # fully_shard takes parameters that lie row by row; random numbers like its shards are refused.
+    done = TensorParallel(plan, ring, mesh, keeps_strides=section.data_parallel != "fsdp")
     start_alike(ring, mesh.device_type)
     detect_anomalies()
     refuse_as_data(CutTensor)
@@ -128,9 +135,16 @@ def _homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return found
 
 
-def as_dtensor(own: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """This rank's part as a DTensor. One that is packed has its parts' shares one behind another."""
-    stride = torch.empty(layout.shape, device="meta").stride()
+def as_dtensor(own: Tensor, layout: Layout, mesh: DeviceMesh, strides: tuple[int, ...] | None = None) -> DTensor:
+    """This rank's part as a DTensor. One that is packed has its parts' shares one behind another.
+
+    Args:
+        own: the part.
+        layout: how the whole is cut.
+        mesh: the axis ``tp``.
+        strides: of the whole, row by row if left out. Random numbers are drawn in the whole's order of memory.
+    """
+    stride = strides or torch.empty(layout.shape, device="meta").stride()
     shape = torch.Size(layout.shape)
     return DTensor.from_local(own, mesh, [Shard(layout.dim)], run_check=False, shape=shape, stride=stride)
 

@@ -39,6 +39,7 @@ from drivetrain_sharding.plain_data import refuse_as_data
 from drivetrain_sharding.private_names import check_private_names
 from drivetrain_sharding.same_order import SameOrder
 from drivetrain_sharding.state import joined_extra
+from drivetrain_sharding.strides import is_dense, with_strides
 
 __all__ = [
     "ELEMENTWISE",
@@ -56,6 +57,7 @@ __all__ = [
     "deferred",
     "gathered",
     "hear_of_backwards",
+    "is_dense",
     "is_own",
     "joined_extra",
     "keep_class_name",
@@ -80,4 +82,5 @@ __all__ = [
     "temporary",
     "watch_forwards",
     "why_not_matrixwise",
+    "with_strides",
 ]

@@ -28,6 +28,7 @@ from drivetrain_megatron.tensor import sharded as sharded_tensors
 from drivetrain_megatron.tensor.collectives import Ring
 from drivetrain_megatron.tensor.layout import Layout
 from drivetrain_megatron.tensor.sharded import Sharded, operation, sharded
+from drivetrain_sharding import with_strides
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -241,15 +242,24 @@ def _as_dtensors(values: Any) -> Iterator[None]:
 
 
 def _whole(cut: CutTensor) -> Tensor:
-    """The whole as a plain tensor, in memory of its own. Collective over the axis ``tp``."""
+    """The whole as a plain tensor with its strides, in memory of its own. Collective over the axis ``tp``."""
     local = local_part(cut) if _follows(cut) else cut._local_tensor.detach()  # noqa: SLF001
     # A script may keep a copy on the host, where an accelerator's ranks do not talk.
     home, kind = local.device, cut.device_mesh.device_type
     if home.type != kind:
         local = local.to(kind)
     if local.dtype is torch.bool:  # Not every communication backend carries it.
-        return cut.ring.gather(local.view(torch.uint8), cut.tp_layout).view(torch.bool).to(home)
-    return cut.ring.gather(local, cut.tp_layout).to(home)
+        whole = cut.ring.gather(local.view(torch.uint8), cut.tp_layout).view(torch.bool).to(home)
+    else:
+        whole = cut.ring.gather(local, cut.tp_layout).to(home)
+    return with_strides(whole, _strides(cut))
+
+
+def _strides(cut: CutTensor) -> tuple[int, ...]:
+    """Strides of the whole, which assigned values may change: ``stride()`` of a DTensor stays as it was made."""
+    meta = cut._spec.tensor_meta  # noqa: SLF001
+    assert meta is not None
+    return meta.stride
 
 
 def _follows(one: Tensor) -> bool:
@@ -467,11 +477,13 @@ def _set_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{list(cut.shape)} and {cut.dtype}",
             cure="Assign values of the parameter's shape and dtype; model.to(dtype) changes the dtype.",
         )
-    if isinstance(values, DTensor) and _alike(values, cut):
-        cut._local_tensor = values._local_tensor.detach()  # noqa: SLF001
+    if isinstance(values, CutTensor) and _alike(values, cut):
+        cut._local_tensor, cut._spec = values._local_tensor.detach(), values._spec  # noqa: SLF001
     else:
         with torch.no_grad():
             plain = values.full_tensor() if isinstance(values, DTensor) else _unviewed(values)
+            meta = TensorMeta(cut.shape, plain.stride(), cut.dtype)
+            cut._spec = DTensorSpec(cut.device_mesh, cut.placements, tensor_meta=meta)  # noqa: SLF001
             cut._local_tensor = cut.ring.part(plain, cut.tp_layout).to(cut._local_tensor.device, copy=True)  # noqa: SLF001
     return None
 
@@ -520,7 +532,7 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Random numbers like a cut tensor: those of the whole."""
 
     def empty(cut: CutTensor) -> Tensor:
-        return torch.empty(cut.shape, dtype=cut.dtype, device=cut.device)
+        return torch.empty_strided(cut.shape, _strides(cut), dtype=cut.dtype, device=cut.device)
 
     whole_args, whole_kwargs = pytree.tree_map_only(CutTensor, empty, (args, kwargs))
     return func(*whole_args, **whole_kwargs)
