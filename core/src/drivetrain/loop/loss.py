@@ -69,6 +69,11 @@ _MIXING = _bases(
     "ScatterReduce Sort Std StdMean Topk Trace Var VarMean"
 )
 """Autograd nodes of reductions over all rows, or along a possible row dim; without torch's version numbers."""
+_OVER_ALL = _bases(
+    "Amax Amin Aminmax Cummax Cummin Cumprod Cumsum Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp Logsumexp Max "
+    "Mean Median Min Mode Nanmedian Nanquantile Nansum Norm Prod Quantile Softmax Sort Std StdMean Sum Topk Var VarMean"
+)
+"""Those that a model may call on its batch: over dims that they name, or over everything."""
 _SELECTS = _nodes("Index0 MaskedFill0 MaskedSelect0 Where0")
 _PRODUCTS_OF_MATRICES = _nodes("Addmm0 Mm0")
 _LAYERS = _bases(
@@ -507,6 +512,62 @@ def _how_rows_meet(start: Any, rows: int) -> str:
     return ""
 
 
+def how_rows_meet_in_model(loss: Tensor, rows: int, *, batch_norms: bool = True) -> str:
+    """Say how a model joins rows of its batch in forward, as part of a sentence; empty where the graph does not tell.
+
+    Not collective. What autograd does not follow, such as statistics of the input or detached ones, is not seen. A dim
+    is taken for that of the rows if it has as many entries and no other has.
+
+    Args:
+        loss: 0-d, with its graph.
+        rows: of the batch, at least 2.
+        batch_norms: those count too.
+    """
+    pending, seen = [(loss.grad_fn, False, False)], set[Any]()
+    while pending and len(seen) < 64 * _MANY:
+        state = pending.pop()
+        node, in_model, exchanged = state
+        if state in seen or _is_parameter(node):
+            continue
+        seen.add(state)
+        if in_model and not exchanged and (why := _how_it_joins(node, rows, batch_norms)) and computes_with_data(node):
+            return why
+        in_model = in_model or _is_layer(node)
+        # A function of Python that is given statistics, not rows, may take those of all ranks.
+        exchanged = exchanged or isinstance(node, torch.autograd.function.BackwardCFunction)
+        pending.extend((each, in_model, exchanged and _shape(each)[:1] != (rows,)) for each in _inner(node))
+    return ""
+
+
+def _how_it_joins(node: Any, rows: int, batch_norms: bool) -> str:
+    base = _base(node.name())
+    if base.endswith("BatchNorm"):
+        return "it normalises by statistics of the batch" if batch_norms and _normalises_rows(node, rows) else ""
+    if base in ("Baddbmm", "Bmm") or base.startswith("ScaledDotProduct"):
+        return "they attend to one another" if _attends(node, rows) else ""
+    if base in _OVER_ALL:
+        alone = _sizes_reduced(node)[1:].count(rows) == 0
+        name = base.removeprefix("Linalg").lower()
+        return f"{name}() goes over all of them" if alone and _is_along_rows(node, rows) else ""
+    return "it compares them with one another" if _pairs_rows(node, rows) else ""
+
+
+def _normalises_rows(node: Any, rows: int) -> bool:
+    return bool(getattr(node, "_saved_training", True)) and node._saved_input.shape[0] == rows  # noqa: SLF001
+
+
+def _attends(node: Any, rows: int) -> bool:
+    """Whether a product of matrices sums over a dim of as many entries as rows, with none of them in a dim before."""
+    if _data_branches(node) < 2:
+        return False
+    if _base(node.name()).startswith("Scaled"):
+        *batch, length, _ = node._saved_key.shape  # noqa: SLF001 (torch documents them)
+    else:
+        one = node._saved_self if _base(node.name()) == "Bmm" else node._saved_batch1  # noqa: SLF001
+        *batch, _, length = one.shape
+    return bool(length == rows and all(size % rows for size in batch))
+
+
 def _pairs_rows(node: Any, rows: int) -> bool:
     """Whether a node has an entry for each pair of rows, of which both are computed."""
     if _shape(node)[:2] != (rows, rows) or _data_branches(node) < 2:
@@ -519,13 +580,19 @@ def _pairs_rows(node: Any, rows: int) -> bool:
 
 def _is_along_rows(node: Any, rows: int) -> bool:
     """Whether a reduction is over the first dim, and that has as many entries as the batch has rows."""
+    sizes = _sizes_reduced(node)
+    if not sizes or sizes[0] != rows:
+        return False
+    return not hasattr(node, "_saved_dim") or 0 in _dims(node, len(sizes))
+
+
+def _sizes_reduced(node: Any) -> tuple[int, ...]:
+    """Shape of what a reduction is given."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     if sizes is None:
         saved = getattr(node, "_saved_self", None)
         sizes = _shape(node) if saved is None else saved.shape
-    if not sizes or sizes[0] != rows:
-        return False
-    return not hasattr(node, "_saved_dim") or 0 in _dims(node, len(sizes))
+    return tuple(sizes)
 
 
 def _shape(node: Any) -> tuple[int, ...]:

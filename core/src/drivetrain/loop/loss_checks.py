@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.errors import UsageError
 from drivetrain.loop.loss import (
     Factors,
     factors_of_means,
+    how_rows_meet_in_model,
     is_mean_of_labels,
     sums_over_batch,
     weighs_by_rows,
@@ -65,7 +67,7 @@ class LossChecks:
     def look_at(
         self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, steps: int, by_items: bool
     ) -> None:
-        """Warn once per model of hooks on activations, and of a loss that is no mean of what its rows give each.
+        """Warn once per model of hooks on activations, of rows that meet, and of a loss that is no mean over its rows.
 
         Args:
             loss: of the model.
@@ -93,7 +95,10 @@ class LossChecks:
             )
             return
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
-        if number > 1 and loss.grad_fn is not None and (found := why_no_mean_of_rows(loss, number)):
+        if number < 2 or loss.grad_fn is None:
+            return
+        self._say_how_rows_meet(loss, model, number, steps)
+        if found := why_no_mean_of_rows(loss, number):
             logger.warning(
                 "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
                 "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
@@ -103,6 +108,24 @@ class LossChecks:
                 self._dp_size,
                 steps,
                 _GATHER if found.rows_meet else _SUM,
+            )
+
+    def _say_how_rows_meet(self, loss: Tensor, model: PreparedModel, rows: int, steps: int) -> None:
+        # Batch norms were named in prepare.
+        named = any(isinstance(layer, _BatchNorm) for layer in model.source.modules())
+        if why := how_rows_meet_in_model(loss, rows, batch_norms=not named):
+            logger.warning(
+                "%s joins the %d rows of this batch in forward: %s. Over %d data-parallel rank(s) and windows of %d "
+                "micro-batch(es) those are the rows of one process and one micro-batch: training is not that of one "
+                "process with the whole batch. Where rows are to meet, join them with those of the other processes by "
+                "torch.distributed.nn.functional.all_gather, or use torch.nn.BatchNorm with sync_batch_norm: true; "
+                "where they are not, a layer takes another dim for the batch: torch.nn.MultiheadAttention and "
+                "TransformerEncoderLayer need batch_first=True.",
+                model.plain_class.__name__,
+                rows,
+                why,
+                self._dp_size,
+                steps,
             )
 
     def _say_hooked(self, found: Sequence[str], model: PreparedModel) -> None:
