@@ -20,6 +20,7 @@ torch.manual_seed(0)
 scale, shift = nn.Parameter(torch.ones(HIDDEN)), nn.Parameter(torch.zeros(HIDDEN))
 codes, square = nn.Parameter(torch.randn(7, HIDDEN)), nn.Parameter(torch.randn(HIDDEN, HIDDEN))
 of_rows = nn.Parameter(torch.randn(ROWS, HIDDEN))
+ones = torch.ones(5, FEATURES)
 first, last = nn.Linear(FEATURES, HIDDEN), nn.Linear(HIDDEN, 3)
 time_first = nn.MultiheadAttention(HIDDEN, 2)
 batch_first = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
@@ -61,6 +62,12 @@ APART = {
     "distances to codes": lambda h: h + torch.cdist(h, codes).sum(1, keepdim=True),
     "products in each row": lambda h: (h[:, :, None] @ h[:, None]).mean(2),
     "pooled by numbers": lambda h: torch.zeros(ROWS, HIDDEN).index_add(0, torch.arange(ROWS), h),
+    "as many features as rows": lambda h: (
+        torch.bmm(h[:, None, :ROWS].expand(-1, 4, -1).reshape(1, -1, ROWS), first(ones)[:, :ROWS].T[None])
+        .view(ROWS, 4, -1)
+        .mean((1, 2), keepdim=True)[..., 0]
+        .expand(-1, HIDDEN)
+    ),
     "a loop": lambda h: torch.stack([one * one.softmax(0) for one in h]),
     "a sum for all ranks": lambda h: h - AllReduced.apply(h.mean(0)),
 }

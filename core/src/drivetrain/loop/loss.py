@@ -557,15 +557,16 @@ def _normalises_rows(node: Any, rows: int) -> bool:
 
 
 def _attends(node: Any, rows: int) -> bool:
-    """Whether a product of matrices sums over a dim of as many entries as rows, with none of them in a dim before."""
+    """Whether attention has a weight for each pair of rows, and none of the dims before can be theirs."""
     if _data_branches(node) < 2:
         return False
     if _base(node.name()).startswith("Scaled"):
-        *batch, length, _ = node._saved_key.shape  # noqa: SLF001 (torch documents them)
+        *batch, length, _ = node._saved_query.shape  # noqa: SLF001 (torch documents them)
+        weights = length, node._saved_key.shape[-2]  # noqa: SLF001
     else:
-        one = node._saved_self if _base(node.name()) == "Bmm" else node._saved_batch1  # noqa: SLF001
-        *batch, _, length = one.shape
-    return bool(length == rows and all(size % rows for size in batch))
+        *batch, length, other = (node._saved_self if _base(node.name()) == "Bmm" else node._saved_batch1).shape  # noqa: SLF001
+        weights = length, other
+    return weights == (rows, rows) and all(size % rows for size in batch)
 
 
 def _pairs_rows(node: Any, rows: int) -> bool:
