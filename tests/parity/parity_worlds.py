@@ -129,7 +129,7 @@ as_many_steps_as_samples as_many_steps_as_samples_in_one_dim as_many_classes_as_
 rows_collected_in_new_memory spectral_norm buffers_written counter_in_forward custom_output
 two_losses_of_one_forward two_losses_of_one_forward_in_windows gradient_surgery_by_backward
 langevin_dynamics weights_dropped_by_draws
-noise_on_weights_by_columns weights_by_columns_drawn_anew weights_by_columns_drawn_by_views
+noise_on_weights_by_columns weights_by_columns_drawn_anew weights_by_columns_drawn_by_views weight_read_before_its_layer_runs
 elastic_weights pruned_by_moving_scores parameters_by_torch_save
 """
 """Scripts whose numbers depend on how an engine cuts parameters, gradients and states, and where it keeps the parts."""

@@ -508,3 +508,16 @@ def as_many_steps_as_samples(accelerator):
 def as_many_steps_as_samples_in_one_dim(accelerator):
     """The same, whose loss is taken of steps and samples in one dim."""
     return of_as_many_steps(accelerator, lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.t().flatten()))
+
+
+class ReadsBefore(Net):
+    def forward(self, x):
+        weight, bias = self.body[2].weight, self.head.bias
+        hidden = self.body(x)
+        return self.head(hidden @ weight.tanh() + F.linear(hidden, self.body[2].weight)) + bias
+
+
+@script()
+def weight_read_before_its_layer_runs(accelerator):
+    """Forward takes the weight of a layer, calls the layer, and computes with the weight afterwards."""
+    return fit(accelerator, build(ReadsBefore), loader())

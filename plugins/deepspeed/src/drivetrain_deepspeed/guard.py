@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, final
 
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
@@ -157,7 +158,7 @@ class Guard:
                 # DeepSpeed's own check: writes in a GatheredParameters that sends none raise.
                 each.ds_enable_sanity_checks = True
                 self._theirs.append((each, each.all_gather))
-                each.all_gather = self._taking_in(each.all_gather)
+                each.all_gather = self._gathering(each, each.all_gather)
         self._laid = [each for each in self._plain if id(each) in self.strides]
         self._on = False
         self._lifted = 0
@@ -230,13 +231,22 @@ class Guard:
         if parts:
             torch._foreach_copy_(parts, values)
 
-    def _taking_in(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """DeepSpeed's ``parameter.all_gather``, with which a script's ``GatheredParameters`` begins."""
+    def _gathering(self, parameter: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """DeepSpeed's ``parameter.all_gather``.
+
+        A script's ``GatheredParameters`` begins with it. A forward that reads a parameter of one of its layers begins
+        with it too, the first time: DeepSpeed knows of it from then on, and keeps it to the end of that forward. The
+        first time the layer's own forward would release it.
+        """
 
         def all_gather(*args: Any, **kwargs: Any) -> Any:
             if self._touched:
                 self.take_in()
-            return theirs(*args, **kwargs)
+            gathered = theirs(*args, **kwargs)
+            running = parameter_offload.FWD_MODULE_STACK
+            if running and any(parameter is each for _, each in running[-1].ds_external_parameters()):
+                parameter.ds_active_sub_modules.add(running[-1].ds_id)
+            return gathered
 
         return all_gather
 

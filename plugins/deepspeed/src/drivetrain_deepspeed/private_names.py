@@ -136,6 +136,7 @@ def check_engine(engine: Any) -> None:
         _check(zero.parameter_offload, ("forward_hooks", "get_param_coordinator"))
         _check(zero.parameter_offload.get_param_coordinator(), (_GATHER,))
         _check(zero.fp16_groups[0][0], _PARAMETER_3)
+        _check(engine.module, ("ds_external_parameters", "ds_id"))
 
 
 def _check(owner: object, names: tuple[str, ...]) -> None:
