@@ -541,6 +541,10 @@ def hot(y: Tensor) -> Tensor:
     return F.one_hot(y, 4).float()
 
 
+def normalised(weights: Tensor) -> Tensor:
+    return (weights - weights.mean()) / (weights.std() + 1e-8)
+
+
 NO_MEANS_OF_ROWS = {
     "sqrt": lambda net, x, y: F.mse_loss(net(x), hot(y)).sqrt(),
     "log": lambda net, x, y: 0.5 * F.mse_loss(net(x), hot(y)).log() + by_rows(net(x), y).mean(),
@@ -562,6 +566,12 @@ NO_MEANS_OF_ROWS = {
     "compares them": lambda net, x, y: F.cross_entropy(net(x) @ net(x).T, torch.arange(len(x))),
     "compares them with one another": lambda net, x, y: F.relu(1 - (net(x)[:, None] - net(x)[None])).mean(),
     "compares them with": lambda net, x, y: torch.cdist(net(x), net(x)).mean(),
+    "normalised": lambda net, x, y: -(by_rows(net(x), y).exp() * normalised(x[:, 0])).mean(),
+    "normalised over": lambda net, x, y: torch.minimum(
+        by_rows(net(x), y) * normalised(x[:, 0]), by_rows(net(x), y).clamp(0.8, 1.2) * normalised(x[:, 0])
+    ).mean(),
+    "weighs them": lambda net, x, y: (by_rows(net(x), y) * x[:, 0].softmax(0)).sum(),
+    "weighs them by numbers": lambda net, x, y: (by_rows(net(x), y) * (x[:, 0].abs() / x[:, 0].abs().mean())).mean(),
     "leaves labels out": lambda net, x, y: F.cross_entropy(net(x), y.masked_fill(y == y[0], -100)),
 }
 MEANS_OF_ROWS = {
@@ -588,6 +598,8 @@ MEANS_OF_ROWS = {
     "a distribution for each row": lambda net, x, y: (net(x).softmax(1) * hot(y)).sum(1).mean(),
     "the largest of each row": lambda net, x, y: net(x).max(1).values.mean() + net(x).std(1).mean(),
     "a part of each row": lambda net, x, y: (net(x) / net(x).norm(dim=1, keepdim=True)).square().mean(),
+    "labels of -1 and 1": lambda net, x, y: F.relu(1 - net(x)[:, 0] * torch.tensor([1.0, -1.0] * 3)).mean(),
+    "a sum of halves": lambda net, x, y: (by_rows(net(x), y) * torch.tensor([0.0, 2.0] * 3)).mean(),
     "two heads": lambda net, x, y: F.cross_entropy(net(x), y) + 0.3 * F.mse_loss(net(x), hot(y)),
 }
 

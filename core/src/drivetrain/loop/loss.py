@@ -448,17 +448,19 @@ class NoMean(NamedTuple):
     Args:
         why: as part of a sentence about the rows.
         rows_meet: they are compared or combined before they are reduced.
+        normalised: they are weighed by numbers that were normalised over them.
     """
 
     why: str
     rows_meet: bool = False
+    normalised: bool = False
 
 
 def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
     """Return why a loss is not the mean of what its rows give each, so that a mean over ranks is another number.
 
-    Not collective. Waits for the device where a mean over labels may leave some out. Where the graph does not tell, the
-    answer is ``None``.
+    Not collective. Waits for the device where a mean over labels may leave some out, and where rows have weights. Where
+    the graph does not tell, the answer is ``None``.
 
     Args:
         loss: 0-d, with its graph.
@@ -475,6 +477,8 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
             return NoMean("it leaves labels out")
         if why := _how_rows_meet(node, rows):
             return NoMean(why, rows_meet=True)
+        if any(_is_normalised(each, rows) for each in term.tensors) or _has_normalised_weights(node, rows):
+            return NoMean("it weighs them by numbers that were normalised over them", normalised=True)
         number, below = _num_reduced(node), _next(node)
         if below is not None and below.name() in _MEANS | _SUMS and _is_along_rows(below, rows):
             number *= rows  # A mean over classes, of means over rows.
@@ -510,6 +514,39 @@ def _how_rows_meet(start: Any, rows: int) -> str:
         linear = linear and (name in _LINEAR | _MEANS | _SUMS or (name in _PRODUCTS and len(inner) == 1))
         pending.extend((each, linear) for each in inner)
     return ""
+
+
+def _has_normalised_weights(start: Any, rows: int) -> bool:
+    """Whether rows of a term have constant weights that were normalised over them. Reads up to the last layer."""
+    pending, seen = [start], set[Any]()
+    while pending and len(seen) < _MANY:
+        node = pending.pop()
+        if node in seen or _is_layer(node) or _is_parameter(node):
+            continue
+        seen.add(node)
+        inner = _inner(node)
+        if node.name() in _PRODUCTS and len(inner) == 1 and _is_normalised(node, rows):
+            return True
+        pending.extend(inner)
+    return False
+
+
+def _is_normalised(product: Any, rows: int) -> bool:
+    """Whether a product's constant has a weight for each row, of mean 0 and deviation 1, of mean 1, or of sum 1.
+
+    Two values alone may be so by chance, as labels of -1 and 1 and masks of a dropout are.
+    """
+    weights = _constant(product)
+    if not isinstance(weights, Tensor) or weights.numel() != rows or not weights.is_floating_point():
+        return False
+    weights = weights.detach().double().flatten()
+    if len(set(weights.tolist())) < 3:
+        return False
+    total, near = float(weights.sum()), 1e-4
+    if math.isclose(total, 1.0, rel_tol=near) or math.isclose(total, rows, rel_tol=near):
+        return True
+    square = float(weights.square().sum())  # With a mean of 0: the deviation's square, times rows or one less.
+    return abs(total) < near * rows and any(math.isclose(square, by, rel_tol=1e-3) for by in (rows, rows - 1))
 
 
 def how_rows_meet_in_model(loss: Tensor, rows: int, *, batch_norms: bool = True) -> str:

@@ -36,6 +36,10 @@ _GATHER = (
     "Rows that meet in the loss are those of this process: before, join outputs and targets with those of the other "
     "processes by torch.distributed.nn.functional.all_gather, which passes gradients back, for batches of one size."
 )
+_NORMALISE = (
+    "Weights such as advantages are normalised by numbers of all rows: every = accelerator.gather(weights), then "
+    "(weights - every.mean()) / every.std(), or weights / every.mean()."
+)
 
 
 @final
@@ -107,7 +111,7 @@ class LossChecks:
                 found.why,
                 self._dp_size,
                 steps,
-                _GATHER if found.rows_meet else _SUM,
+                _GATHER if found.rows_meet else _NORMALISE if found.normalised else _SUM,
             )
 
     def _say_how_rows_meet(self, loss: Tensor, model: PreparedModel, rows: int, steps: int) -> None:
