@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.loop.loss import how_rows_meet_in_model
+from drivetrain.loop.loss import how_rows_meet_in_model, why_no_mean_of_rows
 from drivetrain_testing import spawn
 
 ROWS, FEATURES, HIDDEN = 6, 5, 8
@@ -20,7 +21,7 @@ torch.manual_seed(0)
 scale, shift = nn.Parameter(torch.ones(HIDDEN)), nn.Parameter(torch.zeros(HIDDEN))
 codes, square = nn.Parameter(torch.randn(7, HIDDEN)), nn.Parameter(torch.randn(HIDDEN, HIDDEN))
 of_rows = nn.Parameter(torch.randn(ROWS, HIDDEN))
-ones = torch.ones(5, FEATURES)
+ones, labels = torch.ones(5, FEATURES), torch.arange(ROWS) % 3
 first, last = nn.Linear(FEATURES, HIDDEN), nn.Linear(HIDDEN, 3)
 time_first = nn.MultiheadAttention(HIDDEN, 2)
 batch_first = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
@@ -87,10 +88,25 @@ class AllReduced(torch.autograd.Function):
 
 @pytest.mark.parametrize("kind", [*JOINED, *APART])
 def test_rows_that_meet_in_a_model_are_known(kind):
-    x, y = torch.randn(ROWS, FEATURES), torch.arange(ROWS) % 3
-    loss = F.cross_entropy(last(torch.relu({**JOINED, **APART}[kind](first(x)))), y)
+    h = {**JOINED, **APART}[kind](first(torch.randn(ROWS, FEATURES)))
+    loss = F.cross_entropy(last(torch.relu(h)), labels)
     found = how_rows_meet_in_model(loss, ROWS)
     assert (kind in found) if kind in JOINED else not found, found
+
+
+def test_a_checkpoint_is_not_recomputed():
+    runs = []
+
+    def block(h):
+        runs.append(len(h))
+        return with_words(h.tanh().softmax(0) * torch.arange(1.0, ROWS + 1)[:, None], time_first)
+
+    h = checkpoint(block, first(torch.randn(ROWS, FEATURES)), use_reentrant=False)
+    loss = F.cross_entropy(last(h), labels)
+    assert how_rows_meet_in_model(loss, ROWS)
+    weights = checkpoint(lambda h: h * torch.arange(1.0, ROWS + 1).softmax(0), loss.expand(ROWS), use_reentrant=False)
+    assert why_no_mean_of_rows(weights.sum(), ROWS) is None
+    assert runs == [ROWS]
 
 
 class Centred(nn.Module):

@@ -432,3 +432,43 @@ def test_integers_stay_whole_where_torch_shards_floats_alone(tmp_path, world) ->
     for name, tensor in model.state_dict().items():
         assert state[name].dtype == tensor.dtype
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=2e-6)
+
+
+class Attending(nn.Module):
+    """A block whose operations keep what they were given; ``(B, T, F) -> (B, T, F)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.mix(h, h, h, need_weights=False)[0]
+        return h + self.out(h.tanh()) + h.sort(2).values / (1 + h.std(2, keepdim=True))
+
+
+class Attentive(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+
+
+def recomputed(tmp: str, *, activation_checkpointing: bool) -> dict[str, Tensor]:
+    """Train on a prepared loader: rank 0 then looks at the graph of the first loss, alone."""
+    section = {**BLOCKS, "transformer_layer_cls": "Attending", "activation_checkpointing": activation_checkpointing}
+    accelerator = accelerator_with(section, tmp)
+    torch.manual_seed(11)
+    model = Attentive()
+    loader = torch.utils.data.DataLoader(list(zip(*data(0), strict=True)), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for words, labels in loader:
+        accelerator.backward(loss_of(model, words, labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return state
+
+
+def test_nothing_is_recomputed_before_backward(tmp_path: Any) -> None:
+    found = spawn(recomputed, 2, str(tmp_path), activation_checkpointing=True)[0]
+    torch.testing.assert_close(found, spawn(recomputed, 2, str(tmp_path), activation_checkpointing=False)[0])

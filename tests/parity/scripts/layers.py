@@ -7,6 +7,7 @@ from parity_common import BATCH, CLASSES, FEATURES, Net, build, loader, mean, no
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 N, TIME, WORDS = 4 * BATCH, 5, 11
@@ -521,3 +522,33 @@ class ReadsBefore(Net):
 def weight_read_before_its_layer_runs(accelerator):
     """Forward takes the weight of a layer, calls the layer, and computes with the weight afterwards."""
     return fit(accelerator, build(ReadsBefore), loader())
+
+
+class Attending(nn.Module):
+    """A block whose operations keep what they were given; ``(B, T, F) -> (B, T, F)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.out = nn.MultiheadAttention(FEATURES, 2, batch_first=True), nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, h):
+        h = h + self.mix(h, h, h, need_weights=False)[0]
+        return h + self.out(h.tanh()) / (1 + h.std(2, keepdim=True)) + h.sort(2).values / 8
+
+
+class Recomputing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Attending(), Attending()]), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        h = x[:, None] * torch.linspace(0.5, 1.0, TIME)[:, None]
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return self.head(h.mean(1))
+
+
+@script()
+def attention_recomputed_by_the_model(accelerator):
+    """Blocks with attention, of which the model's own forward keeps nothing: they run once more in backward."""
+    return fit(accelerator, build(Recomputing), loader(), lr=0.05)

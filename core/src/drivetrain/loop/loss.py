@@ -536,7 +536,7 @@ def _is_normalised(product: Any, rows: int) -> bool:
 
     Two values alone may be so by chance, as labels of -1 and 1 and masks of a dropout are.
     """
-    weights = _constant(product)
+    weights = None if _is_packed(product) else _constant(product)
     if not isinstance(weights, Tensor) or weights.numel() != rows or not weights.is_floating_point():
         return False
     weights = weights.detach().double().flatten()
@@ -547,6 +547,13 @@ def _is_normalised(product: Any, rows: int) -> bool:
         return True
     square = float(weights.square().sum())  # With a mean of 0: the deviation's square, times rows or one less.
     return abs(total) < near * rows and any(math.isclose(square, by, rel_tol=1e-3) for by in (rows, rows - 1))
+
+
+def _is_packed(product: Any) -> bool:
+    """Whether hooks keep a product's constant, as a checkpoint's that would recompute it do, or torch does not tell."""
+    name = "self" if product.next_functions[0][0] is None else "other"
+    saved = getattr(product, f"_raw_saved_{name}", None)
+    return getattr(saved, "unpack_hook", saved) is not None
 
 
 def how_rows_meet_in_model(loss: Tensor, rows: int, *, batch_norms: bool = True) -> str:
@@ -590,20 +597,17 @@ def _how_it_joins(node: Any, rows: int, batch_norms: bool) -> str:
 
 
 def _normalises_rows(node: Any, rows: int) -> bool:
-    return bool(getattr(node, "_saved_training", True)) and node._saved_input.shape[0] == rows  # noqa: SLF001
+    return bool(getattr(node, "_saved_training", True)) and _shape_given(node)[:1] == (rows,)
 
 
 def _attends(node: Any, rows: int) -> bool:
     """Whether attention has a weight for each pair of rows, and none of the dims before can be theirs."""
     if _data_branches(node) < 2:
         return False
-    if _base(node.name()).startswith("Scaled"):
-        *batch, length, _ = node._saved_query.shape  # noqa: SLF001 (torch documents them)
-        weights = length, node._saved_key.shape[-2]  # noqa: SLF001
-    else:
-        *batch, length, other = (node._saved_self if _base(node.name()) == "Bmm" else node._saved_batch1).shape  # noqa: SLF001
-        weights = length, other
-    return weights == (rows, rows) and all(size % rows for size in batch)
+    attention = _base(node.name()).startswith("Scaled")
+    one = _shape_given(node, 1 if _base(node.name()) == "Baddbmm" else 0)  # queries, or weights
+    weights = (*one[-2:-1], *_shape_given(node, 1)[-2:-1]) if attention else one[-2:]
+    return weights == (rows, rows) and all(size % rows for size in one[:-2])
 
 
 def _pairs_rows(node: Any, rows: int) -> bool:
@@ -627,10 +631,14 @@ def _is_along_rows(node: Any, rows: int) -> bool:
 def _sizes_reduced(node: Any) -> tuple[int, ...]:
     """Shape of what a reduction is given."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
-    if sizes is None:
-        saved = getattr(node, "_saved_self", None)
-        sizes = _shape(node) if saved is None else saved.shape
-    return tuple(sizes)
+    return _shape_given(node) if sizes is None else tuple(sizes)
+
+
+def _shape_given(node: Any, place: int = 0) -> tuple[int, ...]:
+    """Shape of an operand. What a node saves would tell it too, but to read that may recompute a checkpoint."""
+    given, number = node.next_functions[place]
+    outputs = getattr(given, "_input_metadata", ())  # of the gradients that it takes
+    return tuple(outputs[number].shape) if number < len(outputs) else ()
 
 
 def _shape(node: Any) -> tuple[int, ...]:

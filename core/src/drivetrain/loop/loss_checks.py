@@ -86,6 +86,9 @@ class LossChecks:
             model.backward_hooks = None
         if by_items or self._dp_size * steps == 1 or self._topology.rank:
             return
+        number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
+        if number > 1:
+            self._say_how_rows_meet(loss, model, number, steps)
         if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
             logger.warning(
                 "backward() was given a mean over labels (as a model called with `labels` returns it) or one weighted "
@@ -98,11 +101,7 @@ class LossChecks:
                 steps,
             )
             return
-        number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
-        if number < 2 or loss.grad_fn is None:
-            return
-        self._say_how_rows_meet(loss, model, number, steps)
-        if found := why_no_mean_of_rows(loss, number):
+        if number > 1 and loss.grad_fn is not None and (found := why_no_mean_of_rows(loss, number)):
             logger.warning(
                 "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
                 "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
@@ -117,7 +116,7 @@ class LossChecks:
     def _say_how_rows_meet(self, loss: Tensor, model: PreparedModel, rows: int, steps: int) -> None:
         # Batch norms were named in prepare.
         named = any(isinstance(layer, _BatchNorm) for layer in model.source.modules())
-        if why := how_rows_meet_in_model(loss, rows, batch_norms=not named):
+        if loss.grad_fn is not None and (why := how_rows_meet_in_model(loss, rows, batch_norms=not named)):
             logger.warning(
                 "%s joins the %d rows of this batch in forward: %s. Over %d data-parallel rank(s) and windows of %d "
                 "micro-batch(es) those are the rows of one process and one micro-batch: training is not that of one "
