@@ -35,6 +35,7 @@ def values_of(stage: int) -> dict[str, Any]:
         "saved": torch.load(written, weights_only=True),
         "pickled": pickle.loads(pickle.dumps(weight.detach())),
         "copied": copy.deepcopy(weight.detach()),
+        "of a copied model": copy.deepcopy(accelerator.unwrap_model(model)).weight if stage < 3 else weight.clone(),
         "cloned": weight.detach().clone(),
         "array": torch.from_numpy(weight.detach().numpy().copy()),
         "listed": torch.tensor(weight.tolist()),
@@ -48,8 +49,8 @@ def values_of(stage: int) -> dict[str, Any]:
         weight.detach().t()[0].zero_()
         weight.view_as(weight).add_(1)
         found |= {"average": average, "written": weight.clone()}
-        for each in ("saved", "pickled", "copied", "cloned", "average"):
-            kind = found[each]["data"] if each == "saved" else found[each]
+        for each in ("saved", "pickled", "copied", "of a copied model", "cloned", "average"):
+            kind = found[each]["data"] if each == "saved" else found[each].data
             found[f"{each}, its kind"] = torch.tensor([type(kind) is Tensor, *kind.stride()])
     return {name: each if isinstance(each, dict) else each.detach().as_subclass(Tensor) for name, each in found.items()}
 

@@ -602,12 +602,10 @@ def _normalises_rows(node: Any, rows: int) -> bool:
 
 def _attends(node: Any, rows: int) -> bool:
     """Whether attention has a weight for each pair of rows, and none of the dims before can be theirs."""
-    if _data_branches(node) < 2:
-        return False
     attention = _base(node.name()).startswith("Scaled")
     one = _shape_given(node, 1 if _base(node.name()) == "Baddbmm" else 0)  # queries, or weights
     weights = (*one[-2:-1], *_shape_given(node, 1)[-2:-1]) if attention else one[-2:]
-    return weights == (rows, rows) and all(size % rows for size in one[:-2])
+    return weights == (rows, rows) and all(size % rows for size in one[:-2]) and _data_branches(node) > 1
 
 
 def _pairs_rows(node: Any, rows: int) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from drivetrain.api import UnsupportedError
 from drivetrain_deepspeed.layout import partition_of, partitioned
 from drivetrain_deepspeed.strides import run_in_order
-from drivetrain_sharding import is_dense
+from drivetrain_sharding import is_dense, with_strides
 
 _ENGINE = ("deepspeed.", "drivetrain_deepspeed.")
 
@@ -96,7 +96,9 @@ class GuardedParameter(nn.Parameter):
                     cure="Build a second model and load accelerator.get_state_dict(model) into it, or copy the model "
                     "before prepare.",
                 )
-            copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+            strides = self._drivetrain_guard.strides.get(id(self), self.stride())
+            values = with_strides(self.detach().clone(), strides)
+            copied: nn.Parameter = memo.setdefault(id(self), nn.Parameter(values, self.requires_grad))
             return copied
 
     def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
