@@ -541,6 +541,10 @@ def hot(y: Tensor) -> Tensor:
     return F.one_hot(y, 4).float()
 
 
+TELLS_OF_HOOKS = hasattr((torch.ones(2, requires_grad=True) * torch.ones(2)).grad_fn._raw_saved_other, "unpack_hook")
+"""torch 2.9 does not tell whether reading what a node saves would run a checkpoint again, and nothing is read."""
+
+
 def normalised(weights: Tensor) -> Tensor:
     return (weights - weights.mean()) / (weights.std() + 1e-8)
 
@@ -606,6 +610,8 @@ MEANS_OF_ROWS = {
 
 @pytest.mark.parametrize("kind", [*NO_MEANS_OF_ROWS, *MEANS_OF_ROWS])
 def test_a_loss_that_is_no_mean_of_its_rows_is_known(kind: str) -> None:
+    if not TELLS_OF_HOOKS and ("normalised" in kind or "weighs them" in kind):
+        pytest.skip("the installed torch does not tell whether reading what a node saves would run a checkpoint again")
     torch.manual_seed(1)
     net, x, y = nn.Linear(5, 4), torch.randn(6, 5), torch.arange(6) % 4
     found = why_no_mean_of_rows({**NO_MEANS_OF_ROWS, **MEANS_OF_ROWS}[kind](net, x, y), 6)
