@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from drivetrain.api import UnsupportedError, UsageError
@@ -49,7 +50,8 @@ _DIMS = {
 and torch gives one in the backward of a norm."""
 
 _SAME_CLASS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-"""Up to torch 2.10 DTensor insists that an alias is of its operand's class, and gives it its own."""
+"""Up to torch 2.10 DTensor insists that an alias is of its operand's class, and gives it its own; and it may give an
+operand the strides of its result, which tensors made from it later take over."""
 
 
 @contextmanager
@@ -106,6 +108,7 @@ class ShardedTensor(DTensor):
                 result = DTensor.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except (RuntimeError, NotImplementedError) as problem:
             return _without_rule(func, args, kwargs, changes, problem)
+        _keep_strides(args, result)
         if changes is not None:
             return result
         return _all_as_sharded(result, func, args, kwargs)
@@ -534,6 +537,19 @@ def _whole(tensor: DTensor) -> Tensor:
         alone: Any = tensor.detach()
         whole = alone.full_tensor()
     return with_strides(whole, tensor.stride())
+
+
+def _keep_strides(operands: tuple[Any, ...], result: Any) -> None:
+    """Give operands their own strides back where a result has their specification, and has changed it."""
+    for one in operands if _SAME_CLASS else ():
+        spec: Any = one._spec if isinstance(one, ShardedTensor) else None  # noqa: SLF001
+        if spec is None or spec.tensor_meta.stride == one.stride():
+            continue
+        for made in pytree.tree_leaves(result):
+            if isinstance(made, DTensor) and made is not one and made._spec is spec:  # noqa: SLF001
+                made._spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=spec.tensor_meta)  # noqa: SLF001
+        # In place: torch's cache holds it too.
+        spec.tensor_meta = TensorMeta(one.shape, one.stride(), one.dtype)
 
 
 def _change_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], changes: ShardedTensor) -> ShardedTensor:
