@@ -125,7 +125,7 @@ class Normed(nn.Sequential):
 
 
 def said(kind, distributed_type, **settings):
-    """How often rank 0 says that rows meet, in two epochs."""
+    """Count how often rank 0 says that rows meet, in two epochs."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

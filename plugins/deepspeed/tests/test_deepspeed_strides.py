@@ -18,7 +18,7 @@ SHAPE = (6, 8)
 
 
 def values_of(stage: int) -> dict[str, Any]:
-    """What a script reads and writes of a transposed weight, after a step."""
+    """Return what a script reads and writes of a transposed weight, after a step."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, **({"deepspeed_plugin": {"zero_stage": stage}} if stage else {}))
     model = nn.Linear(SHAPE[1], SHAPE[0])

@@ -294,6 +294,7 @@ def weights_by_columns_drawn_by_views(accelerator):
         second.data.t().normal_(0, 0.2)
         second.add_(torch.rand_like(second.detach().clone().abs_()) / 8)
         second.add_(torch.randn_like(second, memory_format=torch.contiguous_format) / 8)
+        second.add_(torch.randn_like(second.contiguous()) / 8)
         head.add_(F.dropout(head.t() * 2, 0.2).t())
         nn.init.trunc_normal_(head[1:], 0, 0.2)
         images.add_(torch.normal(images, 0.1))

@@ -73,7 +73,7 @@ _OVER_ALL = _bases(
     "Amax Amin Aminmax Cummax Cummin Cumprod Cumsum Kthvalue LinalgVectorNorm LogSoftmax Logcumsumexp Logsumexp Max "
     "Mean Median Min Mode Nanmedian Nanquantile Nansum Norm Prod Quantile Softmax Sort Std StdMean Sum Topk Var VarMean"
 )
-"""Those that a model may call on its batch: over dims that they name, or over everything."""
+"""Autograd nodes that a model may call on its batch: over dims that they name, or over everything."""
 _SELECTS = _nodes("Index0 MaskedFill0 MaskedSelect0 Where0")
 _PRODUCTS_OF_MATRICES = _nodes("Addmm0 Mm0")
 _LAYERS = _bases(

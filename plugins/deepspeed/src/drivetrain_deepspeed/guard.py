@@ -22,7 +22,7 @@ from torch import nn
 from drivetrain.api import UnsupportedError
 from drivetrain_deepspeed.layout import partition_of, partitioned
 from drivetrain_deepspeed.strides import run_in_order
-from drivetrain_sharding import is_dense, with_strides
+from drivetrain_sharding import has_other_strides, with_strides
 
 _ENGINE = ("deepspeed.", "drivetrain_deepspeed.")
 
@@ -210,9 +210,8 @@ class Guard:
 
     def keep_strides(self, parameter: nn.Parameter) -> None:
         """Remember a parameter's strides, before ZeRO lays the values that it was given out row by row."""
-        its = parameter.stride()
-        if not parameter.is_contiguous() and is_dense(tuple(parameter.shape), its):
-            self.strides[id(parameter)] = its
+        if has_other_strides(parameter):
+            self.strides[id(parameter)] = parameter.stride()
             self._laid = [each for each in self._plain if id(each) in self.strides]
 
     @torch.no_grad()

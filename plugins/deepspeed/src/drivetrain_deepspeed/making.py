@@ -28,7 +28,7 @@ from drivetrain_deepspeed.loading import load_in_parts, refuse_hidden_outputs
 from drivetrain_deepspeed.optimizers import ScriptOptimizer, engine_optimizer
 from drivetrain_deepspeed.several import SeveralOptimizers
 from drivetrain_deepspeed.state import EngineState, RecordedGroups
-from drivetrain_sharding import AssignmentRefusal, is_dense, pickle_as_made
+from drivetrain_sharding import AssignmentRefusal, has_other_strides, pickle_as_made
 
 if TYPE_CHECKING:
     from drivetrain_deepspeed.backend import DeepSpeedBackend
@@ -126,11 +126,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
 
 def _strides(module: nn.Module) -> dict[int, tuple[int, ...]]:
     """Strides of the parameters that do not lie row by row, by identity."""
-    return {
-        id(each): each.stride()
-        for each in module.parameters()
-        if not each.is_contiguous() and is_dense(tuple(each.shape), each.stride())
-    }
+    return {id(each): each.stride() for each in module.parameters() if has_other_strides(each)}
 
 
 def _make_contiguous(module: nn.Module) -> None:

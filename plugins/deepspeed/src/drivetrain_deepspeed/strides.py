@@ -56,6 +56,9 @@ def run_in_order(func: Any, args: Any, kwargs: Mapping[str, Any], strides: Mappi
         its = one.its_strides if isinstance(one, LaidByRows) else strides.get(id(one))
         if its is not None:
             order.remember(one, its)
+    if func is Tensor.contiguous and len(args) == 1 and not kwargs:
+        # Of memory that lies row by row already it would be the tensor itself, and no copy.
+        return args[0].clone()
     with order:
         found = func(*args, **kwargs)
     return pytree.tree_map_only(Tensor, order.as_view, found)

@@ -29,7 +29,7 @@ from drivetrain_fsdp import private_names
 from drivetrain_fsdp.buffers import state_buffers, unchanged_buffers
 from drivetrain_fsdp.config import FSDPConfig
 from drivetrain_fsdp.units import choose_units, owners
-from drivetrain_sharding import is_dense, keep_class_name, parameter_groups, with_strides
+from drivetrain_sharding import has_other_strides, keep_class_name, parameter_groups, with_strides
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ def _strides(module: nn.Module) -> dict[tuple[nn.Module, str], tuple[int, ...]]:
         (part, name): parameter.stride()
         for part in module.modules()
         for name, parameter in part.named_parameters(recurse=False)
-        if not parameter.is_contiguous() and is_dense(tuple(parameter.shape), parameter.stride())
+        if has_other_strides(parameter)
     }
 
 

@@ -39,7 +39,7 @@ from drivetrain_sharding.plain_data import refuse_as_data
 from drivetrain_sharding.private_names import check_private_names
 from drivetrain_sharding.same_order import SameOrder
 from drivetrain_sharding.state import joined_extra
-from drivetrain_sharding.strides import is_dense, with_strides
+from drivetrain_sharding.strides import has_other_strides, with_strides
 
 __all__ = [
     "ELEMENTWISE",
@@ -56,8 +56,8 @@ __all__ = [
     "convert_gradients",
     "deferred",
     "gathered",
+    "has_other_strides",
     "hear_of_backwards",
-    "is_dense",
     "is_own",
     "joined_extra",
     "keep_class_name",

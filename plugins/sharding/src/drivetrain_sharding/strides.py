@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 
-def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor of these strides fills its memory without gaps or overlaps, so that copies keep the strides."""
-    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride() == tuple(strides)
+def has_other_strides(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps or overlaps, and not row by row. Copies keep such strides."""
+    return not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -36,4 +36,4 @@ def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return False
 
 
-__all__ = ["is_dense", "with_strides"]
+__all__ = ["has_other_strides", "with_strides"]

@@ -507,7 +507,15 @@ def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, *rest = args or (kwargs.pop("input"),)
     if not isinstance(first, CutTensor):
         return _on_whole(func, args, kwargs)
-    return like(first, func(first._local_tensor, *rest, **kwargs))  # noqa: SLF001
+    made = like(first, func(first._local_tensor, *rest, **kwargs))  # noqa: SLF001
+    if operation(func) == "contiguous" and not kwargs:
+        made._spec = _lying_row_by_row(made)  # noqa: SLF001
+    return made
+
+
+def _lying_row_by_row(cut: CutTensor) -> DTensorSpec:
+    meta = TensorMeta(cut.shape, torch.empty(cut.shape, device="meta").stride(), cut.dtype)
+    return DTensorSpec(cut.device_mesh, cut.placements, tensor_meta=meta)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
