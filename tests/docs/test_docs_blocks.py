@@ -45,6 +45,7 @@ ELSEWHERE = {
     "how-to/describe-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
     "how-to/certify-a-backend.md": "tests/third_party/test_third_party_new_plugin.py",
     "how-to/pipeline-schedules.md": "plugins/megatron/tests/test_megatron_planner.py",
+    "how-to/search-a-schedule.md": "plugins/megatron/tests/test_megatron_planner.py",
     "how-to/model-layout.md": "plugins/megatron/tests/test_megatron_layouts.py",
 }
 

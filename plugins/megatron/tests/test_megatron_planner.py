@@ -764,10 +764,11 @@ def test_real_ranks_run_the_lists_that_are_simulated():
 
 
 def test_the_documents_show_what_the_command_prints():
-    page = Path(__file__).parents[3] / "docs" / "how-to" / "pipeline-schedules.md"
-    if not page.exists():
+    folder = Path(__file__).parents[3] / "docs" / "how-to"
+    pages = [folder / "pipeline-schedules.md", folder / "search-a-schedule.md"]
+    if not pages[0].exists():
         pytest.skip("the documents are in the repository only")
-    text = page.read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     shown = re.findall(r"```sh\ndrivetrain plan schedule ([^\n]*)\n```\n(?:\n```text\n(.*?)```)?", text, re.DOTALL)
     assert len(shown) == 3
     for arguments, expected in shown:

@@ -17,7 +17,7 @@ from drivetrain_planner.machines import find
 from drivetrain_planner.report import lines
 from drivetrain_planner.requests import Asked, request
 
-PAGE = Path(__file__).parents[3] / "docs/how-to/planner-examples.md"
+PAGE = Path(__file__).parents[3] / "docs/explanation/planner-examples.md"
 
 RESNET = """
 import torch

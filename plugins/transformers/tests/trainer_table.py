@@ -1,4 +1,4 @@
-"""Measures what the table of ``docs/how-to/trainer.md`` says: every backend beside stock Trainer on one process.
+"""Measures what the table of ``docs/reference/trainer.md`` says: every backend beside stock Trainer on one process.
 
     make trainer-table
 

@@ -324,7 +324,7 @@ class _Reader(ast.NodeVisitor):
         except DrivetrainError as error:
             self._say(node, Kind.RAISES, f"there is no {name} here", error.cure)
         except AttributeError:
-            there = "docs/how-to/from-accelerate.md says what there is."
+            there = "docs/reference/accelerate.md says what there is."
             self._say(node, Kind.RAISES, f"drivetrain has no name {name}", there)
 
     # ---- what runs where -------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class _Reader(ast.NodeVisitor):
                 node,
                 Kind.DIFFERS,
                 "Fabric sets up engines of Lightning's",
-                "Write Accelerator(); docs/how-to/from-fabric.md has each call of Fabric beside the one here.",
+                "Write Accelerator(); docs/reference/fabric.md has each call of Fabric beside the one here.",
             )
         if self._trainer:
             self._check_trainer(node, name, end)
