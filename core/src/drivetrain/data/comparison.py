@@ -4,7 +4,8 @@ A prepared loader shards its samples over ranks, so every rank must hold all of 
 stream that already yields this rank's part would be sharded a second time, and samples would be skipped. Properties
 that need no samples are compared in ``prepare`` (:func:`compare_loaders`). Orders of samplers and the first
 samples of streams are compared in the first pass, beside the training (:class:`PassComparison`). So are the inputs of a
-model's first forward, which are the same on all ranks where a loader was not prepared (:class:`FirstInputs`).
+model's first forward: the same on all ranks where a loader was not prepared, or normalised over the rows of each rank
+(:class:`FirstInputs`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch.utils.data import (
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import loaders_on
+from drivetrain.data.standardised import is_standardised
 from drivetrain.distributed import trees
 from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.collectives import Ranks
@@ -692,10 +694,11 @@ _TRIES = 3
 
 @final
 class FirstInputs:
-    """Compares the inputs of a model's first forward in training over the ranks, where no prepared loader is read.
+    """Looks at the inputs of a model's first forward in training, and compares them where no prepared loader is read.
 
     The same inputs on all ranks mean that each trains on the same samples, as with a loader that was not prepared. The
-    numbers are those of one process then, so that it is a warning. Reads a few elements, of one forward.
+    numbers are those of one process then, so that it is a warning. Inputs that were normalised over the rows of a rank
+    are others on one process, of which rank 0 warns. Reads the inputs of one forward.
 
     Args:
         backend: of the model.
@@ -705,9 +708,14 @@ class FirstInputs:
 
     def __init__(self, backend: Backend, index: int, name: str) -> None:
         self._backend, self._index, self._name, self._left = backend, index, name, _TRIES
+        self._normalised = bool(backend.topology.rank)
+        """Whether inputs were looked at for being normalised."""
 
     def done(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Compare these inputs, or wait for others: ``False``. Not collective."""
+        if not self._normalised:
+            self._normalised = True
+            self._say_normalised(args, kwargs)
         active, monitor = loaders_on(self._backend), Current.monitor
         if monitor is None or (active is not None and active.current is not None):
             return True
@@ -729,3 +737,18 @@ class FirstInputs:
             "that is intended, nothing is wrong.",
         )
         return True
+
+    def _say_normalised(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensors = [leaf for _, leaf in trees.leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+        found = [list(tensor.shape) for tensor in tensors if is_standardised(tensor)]
+        if found:
+            logger.warning(
+                "Inputs of %s (%s) have mean 0 and deviation 1 over their %d rows, which are those of one process: on "
+                "%d data-parallel ranks they are other numbers than where one process normalises the whole batch. "
+                "Normalise by numbers of the data set, found before training; or by those of all ranks: every = "
+                "accelerator.gather(x), then (x - every.mean(0)) / every.std(0).",
+                self._name,
+                listed(map(str, found)),
+                found[0][0],
+                self._backend.topology.dp_size,
+            )

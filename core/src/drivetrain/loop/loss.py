@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drivetrain.data.standardised import is_standardised
 from drivetrain.errors import UsageError
 
 _MEAN, _SUM = 1, 2
@@ -43,6 +44,7 @@ _BY_ELEMENTS = _nodes(
     "BinaryCrossEntropy0 BinaryCrossEntropyWithLogits0 HuberLoss0 KlDiv0 MseLoss0 SmoothL1Loss0 SoftMarginLoss0"
 )
 _LOSSES = _NLL | _BY_ELEMENTS | _nodes("MultiMarginLoss0 MultilabelMarginLoss0")
+_WITH_TARGETS = _nodes("HuberLoss0 MseLoss0 SmoothL1Loss0")
 _MEANS = _nodes("Mean0 Mean1")
 _SUMS = _nodes("Sum0 Sum1")
 _RESHAPES = _nodes("ReshapeAlias0 UnsafeView0 View0")
@@ -479,6 +481,8 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
             return NoMean(why, rows_meet=True)
         if any(_is_normalised(each, rows) for each in term.tensors) or _has_normalised_weights(node, rows):
             return NoMean("it weighs them by numbers that were normalised over them", normalised=True)
+        if name in _WITH_TARGETS and _has_normalised_targets(node, rows):
+            return NoMean("it compares them with targets that were normalised over them", normalised=True)
         number, below = _num_reduced(node), _next(node)
         if below is not None and below.name() in _MEANS | _SUMS and _is_along_rows(below, rows):
             number *= rows  # A mean over classes, of means over rows.
@@ -547,6 +551,15 @@ def _is_normalised(product: Any, rows: int) -> bool:
         return True
     square = float(weights.square().sum())  # With a mean of 0: the deviation's square, times rows or one less.
     return abs(total) < near * rows and any(math.isclose(square, by, rel_tol=1e-3) for by in (rows, rows - 1))
+
+
+def _has_normalised_targets(node: Any, rows: int) -> bool:
+    """Whether a loss function's targets have mean 0 and deviation 1 over the rows."""
+    raw = getattr(node, "_raw_saved_target", None)
+    if raw is None or getattr(raw, "unpack_hook", raw) is not None:
+        return False
+    target = node._saved_target  # noqa: SLF001 (torch documents them)
+    return bool(target.dim()) and target.shape[0] == rows and is_standardised(target.detach())
 
 
 def _is_packed(product: Any) -> bool:

@@ -37,8 +37,8 @@ _GATHER = (
     "processes by torch.distributed.nn.functional.all_gather, which passes gradients back, for batches of one size."
 )
 _NORMALISE = (
-    "Weights such as advantages are normalised by numbers of all rows: every = accelerator.gather(weights), then "
-    "(weights - every.mean()) / every.std(), or weights / every.mean()."
+    "Weights such as advantages, and targets, are normalised by numbers of all rows: every = "
+    "accelerator.gather(weights), then (weights - every.mean()) / every.std(), or weights / every.mean()."
 )
 
 
