@@ -131,6 +131,8 @@ two_losses_of_one_forward two_losses_of_one_forward_in_windows gradient_surgery_
 langevin_dynamics weights_dropped_by_draws
 noise_on_weights_by_columns weights_by_columns_drawn_anew weights_by_columns_drawn_by_views
 weight_read_before_its_layer_runs
+decayed_by_attributes_of_parameters attributes_read_in_forward
+gradients_left_before_prepare gradients_left_before_prepare_and_zeroed extra_state_beside_weights
 elastic_weights pruned_by_moving_scores parameters_by_torch_save
 """
 """Scripts whose numbers depend on how an engine cuts parameters, gradients and states, and where it keeps the parts."""

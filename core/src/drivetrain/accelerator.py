@@ -529,7 +529,7 @@ class Accelerator(ProcessControl):
         for wrapped, tensor in named:
             name = original_name(wrapped)
             if self.is_main_process:
-                whole[name] = whole[tied[name]] if tied.get(name) in whole else tensor.cpu()
+                whole[name] = whole[tied[name]] if tied.get(name) in whole else _on_cpu(tensor)
         return whole
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
@@ -1021,6 +1021,11 @@ class Accelerator(ProcessControl):
     @property
     def _custom_objects(self) -> list[Any]:
         return list(self._checkpoints.custom)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A value of a state dict in host memory; what ``get_extra_state`` returns need not be a tensor."""
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _refuse(call: str, given: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def gradient_norm_by_the_accelerator(accelerator):
 @script(
     follows="penalties penalty_with_a_backward_of_its_own penalty_with_its_own_backward "
     "kept_batch_beside_that_of_another_loader penalty_before_the_forward penalty_scaled_by_the_loss "
-    "penalty_on_one_vector_before_the_forward"
+    "penalty_on_one_vector_before_the_forward penalty_by_attributes_of_parameters"
 )
 def penalty_by_weight_decay(accelerator):
     """A penalty on the squares of all weights is the optimizer's ``weight_decay``."""

@@ -311,3 +311,179 @@ def clamped_by_later_forwards(accelerator):
     model = build(ClampsLater)
     model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
     return fit(accelerator, model, optimizer, batches, epochs=3)
+
+
+@script()
+def decayed_by_attributes_of_parameters(accelerator):
+    """``p.no_decay`` is set before ``prepare``; the loop asks ``getattr(p, "no_decay", False)`` after each step."""
+    model = build()
+    for name, p in model.named_parameters():
+        p.no_decay = "bias" in name
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+
+    @torch.no_grad()
+    def after(step):
+        for p in model.parameters():
+            if not getattr(p, "no_decay", False):
+                p.mul_(0.9)
+
+    return fit(accelerator, model, optimizer, batches, after)
+
+
+@script()
+def groups_by_attributes_after_prepare(accelerator):
+    """The optimizer is made after ``prepare``, in groups by an attribute that parameters were given before it."""
+    model = build()
+    for p in model.body.parameters():
+        p.optimizer_settings = {"lr": 0.05}
+    model, batches = accelerator.prepare(model, loader())
+    slow = [p for p in model.parameters() if hasattr(p, "optimizer_settings")]
+    rest = [p for p in model.parameters() if not hasattr(p, "optimizer_settings")]
+    optimizer = torch.optim.SGD(rest, lr=0.3)
+    optimizer.add_param_group({"params": slow, **slow[0].optimizer_settings})
+    return fit(accelerator, model, accelerator.prepare(optimizer), batches)
+
+
+class ActNorm(Net):
+    """Its first forward sets a shift and a scale from the batch, as in Glow."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(FEATURES)), nn.Parameter(torch.ones(FEATURES))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.ready:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / x.std(0))
+            self.ready.fill_(True)
+        return super().forward((x + self.shift) * self.scale)
+
+
+@script()
+def initialised_by_a_forward_without_gradients(accelerator):
+    """After ``prepare`` one forward under ``no_grad``, of a batch that all processes have, initialises parameters."""
+    model = build(ActNorm)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    with torch.no_grad():
+        model(points()[0][:BATCH])
+    return fit(accelerator, model, optimizer, batches)
+
+
+@script(follows="initialised_by_a_forward_without_gradients")
+def initialised_by_a_forward_before_prepare(accelerator):
+    """One forward under ``no_grad`` initialises parameters before ``prepare``, as the refusal of the other advises."""
+    model = build(ActNorm)
+    with torch.no_grad():
+        model(points()[0][:BATCH])
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    return fit(accelerator, model, optimizer, batches)
+
+
+@script()
+def penalty_by_attributes_of_parameters(accelerator):
+    """A penalty on weights, each by an attribute of its own, is added between forward and backward."""
+    model = build()
+    for name, p in model.named_parameters():
+        p.penalty = 0.1 if "weight" in name else 0.0
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+
+    def loss_of(model, x, y):
+        penalty = sum(getattr(p, "penalty", 1.0) * p.square().sum() for p in model.parameters())
+        return F.cross_entropy(model(x), y) + penalty
+
+    return fit(accelerator, model, optimizer, batches, loss_of=loss_of)
+
+
+class ScaledByAttributes(Net):
+    """Each layer multiplies by an attribute of its weight."""
+
+    def forward(self, x):
+        for layer in self.body:
+            x = layer(x)
+            x = x * getattr(layer.weight, "gain", 1.0) if isinstance(layer, nn.Linear) else x
+        return self.head(x) * getattr(self.head.weight, "gain", 1.0)
+
+
+@script()
+def attributes_read_in_forward(accelerator):
+    """A forward reads attributes of its weights, which were set before ``prepare``."""
+    model = build(ScaledByAttributes)
+    model.head.weight.gain, model.body[0].weight.gain = 0.5, 2.0
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    return fit(accelerator, model, optimizer, batches)
+
+
+@script()
+def gradients_left_before_prepare(accelerator):
+    """A backward before ``prepare`` leaves gradients, to which the first step's are added."""
+    model = build()
+    x, y = points()
+    F.cross_entropy(model(x), y).backward()
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(accelerator, [], model=model)
+
+
+@script()
+def gradients_left_before_prepare_and_zeroed(accelerator):
+    """A backward before ``prepare`` tries the model; ``zero_grad()`` comes before each backward, as usual."""
+    model = build()
+    x, y = points()
+    F.cross_entropy(model(x), y).backward()
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    return fit(accelerator, model, optimizer, batches)
+
+
+class Counts(Net):
+    """Keeps a number beside its weights, by torch's own way."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@script()
+def extra_state_beside_weights(accelerator):
+    """A module with ``get_extra_state`` and ``set_extra_state``; its whole state is gathered and loaded again."""
+    model = build(Counts)
+    model.seen = 7
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    again = build(Counts, seed=5)
+    if accelerator.is_main_process:
+        again.load_state_dict(state)
+        assert again.seen == 7, again.seen
+    weights = {f"model.{name}": value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return [], weights
+
+
+@script()
+def metrics_of_a_column_with_a_short_end(accelerator):
+    """``gather_for_metrics((scores[:, 0], labels))``; the last batch has one row for each of two processes."""
+    model = build()
+    batches = loader(*(each[:38] for each in points()))
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), batches)
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    scores = []
+    model.eval()
+    with torch.no_grad():
+        for x, y in batches:
+            column, labels = accelerator.gather_for_metrics((model(x)[:, 0], y))
+            scores.append((column * labels).sum().item())
+    return result(accelerator, scores, model=model)

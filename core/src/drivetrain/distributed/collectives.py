@@ -151,11 +151,17 @@ def broadcast_in_place(tensors: Iterable[Tensor], topology: Topology) -> None:
     if not local:
         return
     device = _wire_device(local[0], topology)
-    parts = [each.to(device).contiguous().view(-1).view(torch.uint8) for each in local]
+    parts = [as_bytes(each.to(device)) for each in local]
     flat = torch.cat(parts)
     dist.broadcast(flat, group=dp_group(topology), group_src=0)
     for each, part in zip(local, torch.split(flat, [part.numel() for part in parts]), strict=True):
         each.copy_(part.view(each.dtype).view(each.shape))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's memory as bytes, shape ``(bytes,)``. Not collective."""
+    # A dim of one element has any stride, also where memory is contiguous, and bytes need the last to be 1.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def all_gather_object(obj: Any, topology: Topology) -> list[Any]:
@@ -195,7 +201,7 @@ def _as_carried(tensor: Tensor, topology: Topology) -> tuple[Tensor, bool]:
     sent = tensor.detach().to(_wire_device(tensor, topology)).contiguous()
     if sent.dtype in _CARRIED:
         return sent, True
-    return sent.view(-1).view(torch.uint8), False
+    return as_bytes(sent), False
 
 
 def _wire_device(tensor: Tensor, topology: Topology) -> torch.device:

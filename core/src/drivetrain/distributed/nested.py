@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.backend import Backend, ReduceOp
+from drivetrain.distributed.collectives import as_bytes
 from drivetrain.distributed.current import current_backend
 from drivetrain.distributed.trees import describe, tensors, with_tensors
 from drivetrain.distributed.watchdog import check_collective
@@ -71,7 +72,7 @@ def gather_parts(leaves: Sequence[Tensor], backend: Backend) -> list[Tensor]:
     packed: dict[int, Tensor] = {}
     for index, leaf in enumerate(leaves):
         if len(leaves) > 1 and leaf.numel() * leaf.element_size() <= TOGETHER_BYTES:
-            packed[index] = leaf.to(backend.topology.device).contiguous().view(-1).view(torch.uint8)
+            packed[index] = as_bytes(leaf.to(backend.topology.device))
         else:
             results[index] = backend.gather(leaf).view(size, *leaf.shape)
     if packed:

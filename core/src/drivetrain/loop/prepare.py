@@ -24,6 +24,7 @@ from drivetrain.loop.accumulation import TrainingLoop
 from drivetrain.loop.backward_hooks import BackwardHooks
 from drivetrain.loop.buffers import Buffers
 from drivetrain.loop.former_memory import FormerMemory
+from drivetrain.loop.left_on_parameters import LeftOnParameters
 from drivetrain.loop.model import (
     PreparedModel,
     PreparedModule,
@@ -158,7 +159,9 @@ class Preparer:
         held = [_names(optimizer.source, module) for optimizer in mine]
         frozen, shared = self._memory.add(module), self._memory.pairs(module)
         former = self._former_memory(module)
+        left = LeftOnParameters(module)
         trainable = self._backend.prepare(module, [optimizer.optimizer for optimizer in mine], training=training)
+        left.take_over()
         self._memory.check_kept(module, shared)
         if former is not None:
             former.refuse_those_left()

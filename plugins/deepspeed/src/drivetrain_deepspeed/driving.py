@@ -48,6 +48,10 @@ class Driver:
 
     taken = False
     """Under stage 3, ``torch.autograd.grad`` has gone through a graph of this model since the last backward."""
+    extra_hooks: list[Any]
+    """Further handles of hooks that go with the engine."""
+    _left: dict[int, nn.Parameter]
+    """ZeRO: parameters with gradients of a backward before prepare, to which DeepSpeed adds those of the first."""
 
     def __init__(
         self,
@@ -107,10 +111,10 @@ class Driver:
         self._hooks = self._watch(engine.module)
         self._scripts_hooks = LinearHooks(self._hooks, guard.named) if topology.dp_size > 1 else None
         self._kind = self._hooks[0][0], self._hooks[0][0].dtype
-        self.extra_hooks: list[Any] = []
-        """Further handles of hooks that go with the engine."""
+        self.extra_hooks = []
         self._waiting: set[int] = set()
         """Optimizers that have not stepped yet with the current gradients."""
+        self._left = {} if self.zero is None else {key: one for key, one in held.items() if one.grad is not None}
         self._scale = 1.0
         """Loss scale of the accumulated gradients."""
         self._norm: Tensor | None = None
@@ -319,6 +323,7 @@ class Driver:
         """Prepare for a backward that reaches this engine, before DeepSpeed gets its first gradient."""
         self._norm = None
         self._overflowed.clear()
+        self._left.clear()
         if self._loss_scale is not None:
             # Without ZeRO, gradients stay after a step.
             if (self._waiting or self.zero is None) and self._scale != self._loss_scale.scale:
@@ -607,6 +612,8 @@ class Driver:
             self._used -= held
         if self.zero is None:
             optimizer.zero_grad(set_to_none)
+        for key in held & self._left.keys():
+            self._left.pop(key).grad = None
         self._drop_gathered(number)
 
     def _drop_gathered(self, number: int) -> None:

@@ -204,8 +204,15 @@ def _close_ways_around(optimizers: Sequence[Optimizer], guard: Guard, stage: int
     for optimizer in optimizers:
         optimizer.add_param_group = no_group  # type: ignore[method-assign,assignment]
         if stage and not isinstance(optimizer, DummyOptim):
+            kind = type(optimizer).__name__
+            if "_optimizer_step_pre_hooks" not in vars(optimizer):
+                raise UnsupportedError(
+                    f"{kind} inherits from torch.optim.Optimizer and has not called its __init__, so that the engine "
+                    "cannot watch its steps",
+                    cure=f"Call `super().__init__(params, defaults)` in {kind}.__init__, and set attributes after it.",
+                )
             hooks.append(optimizer.register_step_pre_hook(no_step))
-            optimizer.zero_grad = partial(no_zero_grad, type(optimizer).__name__)  # type: ignore[method-assign]
+            optimizer.zero_grad = partial(no_zero_grad, kind)  # type: ignore[method-assign]
     return hooks
 
 

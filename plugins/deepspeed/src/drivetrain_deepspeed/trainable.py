@@ -192,6 +192,9 @@ class DeepSpeedTrainable(Trainable):
         if self._driver is not None:
             with self._engine():
                 self._driver.drop(optimizer, set_to_none=set_to_none)
+        elif not isinstance(optimizer, DummyOptim):
+            # Of a backward before prepare, which the engine would take over when it starts.
+            optimizer.zero_grad(set_to_none)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         self._check_replaced(optimizer)

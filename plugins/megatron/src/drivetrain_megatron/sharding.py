@@ -7,7 +7,7 @@ a pipeline stage ends. Gradients are reduced at each micro-batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -60,6 +60,7 @@ def shard(
     refuse_max_norm(module, _ENGINE)
     former = FormerParameters(module)
     names = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
+    left = {name: (vars(one), None if is_absent(one) else one.grad) for name, one in module.named_parameters()}
     units = []
     # A recurrent layer keeps a list of its weights, which is written when they are gathered.
     kept = set(shared).union(*(one.parameters() for one in module.modules() if isinstance(one, nn.RNNBase)))
@@ -73,10 +74,21 @@ def shard(
             units.append(fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=True, ignored_params=whole))
             keep_class_name(unit)
     groups = _guard(module, units)
+    _take_over(module, left)
     for optimizer in optimizers:
         remap(optimizer, former, module, part)
     former.close(module, "megatron put one in shards over data-parallel ranks")
     return former, groups
+
+
+def _take_over(module: nn.Module, left: Mapping[str, tuple[dict[str, Any], Tensor | None]]) -> None:
+    """Set on each parameter what a script had set on the one that it replaces, by name: attributes and a gradient."""
+    for name, one in module.named_parameters():
+        attributes, gradient = left[name]
+        if attributes is not vars(one):
+            vars(one).update({key: value for key, value in attributes.items() if not hasattr(type(one), key)})
+            if gradient is not None and one.grad is None:
+                one.grad = as_shard(cast("DTensor", part(gradient, one)))
 
 
 def _guard(module: nn.Module, units: Sequence[FSDPModule]) -> list[Any]:

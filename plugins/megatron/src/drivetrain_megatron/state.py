@@ -44,7 +44,8 @@ def full_tensors(module: nn.Module, entries: Mapping[str, Tensor]) -> Iterator[t
     """Tensors by their first names, each in full, one at a time. Collective over all ranks."""
     packing = packing_of(module)
     for name, tensor in entries.items():
-        yield name, packing.whole(f"model.{name}", tensor.detach())
+        is_extra = name.rpartition(".")[2] == "_extra_state"
+        yield name, tensor if is_extra else packing.whole(f"model.{name}", tensor.detach())
 
 
 def held(state: PortableState, share: Share | None) -> PortableState:
@@ -77,6 +78,9 @@ def tensors_of_stages(
     packing = packing_of(module)
     for key, tensor in entries.items():
         name = first.get(id(tensor), key)
+        if name not in share.owners and name not in share.buffer_owners:
+            yield key, _extra_state(key, tensor, share, group)
+            continue
         source = share.owners[name][0] if name in share.owners else share.buffer_owners[name]
         if source == share.rank:
             full = packing.whole(f"model.{name}", tensor.detach()).to(device).contiguous()
@@ -84,6 +88,15 @@ def tensors_of_stages(
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         dist.broadcast(full, group=group, group_src=source)
         yield key, full
+
+
+def _extra_state(key: str, value: Any, share: Share, group: dist.ProcessGroup) -> Any:
+    """Return what ``get_extra_state`` gives on the stage that holds the module's first parameter. Collective."""
+    path = key.removesuffix("_extra_state")
+    source = next((ranks[0] for name, ranks in share.owners.items() if name.startswith(path)), 0)
+    found = [value]
+    dist.broadcast_object_list(found, group=group, group_src=source)
+    return found[0]
 
 
 @final

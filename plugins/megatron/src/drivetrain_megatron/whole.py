@@ -100,10 +100,13 @@ class WholeState:
         return self._each()
 
     def _each(self) -> Iterator[tuple[str, Tensor]]:
-        entries = self._entries(self._module)
+        entries = self._state(self._module)
         tied = {first for name, first in self._first.items() if name != first}
         kept: dict[str, Tensor] = {}
         for name, tensor in entries.items():
+            if _is_extra(name):
+                yield from self._gather({name: tensor})
+                continue
             first = self._first.get(name, name)
             if first in kept:
                 yield name, kept[first]
@@ -140,14 +143,17 @@ class WholeState:
             handle.remove()
         self._handles.clear()
 
-    def _entries(self, module: nn.Module) -> dict[str, Tensor]:
-        """The state dict as this rank holds it, the live tensors."""
+    def _state(self, module: nn.Module) -> dict[str, Any]:
+        """The state dict as this rank holds it, the live tensors, and what ``get_extra_state`` returns."""
         self._raw = True
         try:
-            found = plain_state_dict(module, keep_vars=True)
-            return {name: one for name, one in found.items() if isinstance(one, Tensor)}
+            return plain_state_dict(module, keep_vars=True)
         finally:
             self._raw = False
+
+    def _entries(self, module: nn.Module) -> dict[str, Tensor]:
+        """The live tensors of the state dict as this rank holds it."""
+        return {name: one for name, one in self._state(module).items() if not _is_extra(name)}
 
     def _wanted(self, module: nn.Module, path: str) -> dict[str, Tensor]:
         """Return the tensors to gather for this module's state dict, by first name in the full model, each once."""
@@ -191,3 +197,8 @@ class WholeState:
                 first = self._first.get(scope + name, scope + name)
                 given[prefix + name] = self._part(first, value.to(live.dtype), live)
         self._loaded()
+
+
+def _is_extra(name: str) -> bool:
+    """Whether a name of a state dict is torch's for what ``get_extra_state`` returns, which need not be a tensor."""
+    return name.rpartition(".")[2] == "_extra_state"

@@ -17,8 +17,8 @@ from drivetrain.api import UnsupportedError
 from drivetrain_sharding.fully_sharded import gathered
 
 _FORWARDS = 4
-"""First forwards of each unit with gradients whose values are compared: parts of a model may be used by turns. Of later
-ones those are whose number is a power of two; in all others torch's count of writes is."""
+"""First forwards of each unit, with gradients and without, whose values are compared: parts of a model may be used by
+turns. Of later ones those are whose number is a power of two; in all others torch's count of writes is."""
 
 _ROW = 1024
 """Elements of a row of :func:`_fingerprint`."""
@@ -26,6 +26,10 @@ _ROW = 1024
 _CURE = (
     "Write to parameters after optimizer.step(), where it is kept (`with torch.no_grad(): p.clamp_(-1, 1)`), use "
     "torch.nn.utils.parametrize for a weight that is computed from another, or distributed_type: ddp."
+)
+_INITIALISE = (
+    "A forward that initialises parameters from a batch, as for actnorm, runs before prepare: give every process the "
+    f"same batch. {_CURE}"
 )
 
 
@@ -51,7 +55,7 @@ def refuse_max_norm(module: nn.Module, engine: str) -> None:
 
 
 def watch_forwards(module: nn.Module, groups: Iterable[Any], engine: str) -> None:
-    """Make forwards with gradients raise :class:`UnsupportedError` where they write to parameters.
+    """Make forwards raise :class:`UnsupportedError` where they write to parameters.
 
     Args:
         module: the model.
@@ -66,36 +70,41 @@ class _Watch:
     """Watches the forwards of one unit."""
 
     def __init__(self, model: str, group: Any, engine: str) -> None:
-        self._model, self._group, self._engine, self._number = model, group, engine, 0
+        self._model, self._group, self._engine = model, group, engine
+        self._numbers = [0, 0]
+        """Forwards without gradients, and with."""
         self._before: list[tuple[str, Tensor, int, Tensor | None]] = []
         group.pre_forward = partial(self._pre_forward, group.pre_forward)
         group.post_forward = partial(self._post_forward, group.post_forward)
 
     def _pre_forward(self, plain: Any, *args: Any) -> Any:
         found = plain(*args)
-        self._before = []
-        if torch.is_grad_enabled():
-            number = self._number
-            self._number += 1
-            due = number < _FORWARDS or not number & (number - 1)
-            self._before = [
-                # In-place operations count, but for those on `data`.
-                (name, one, one._version, _fingerprint(one) if due else None)  # noqa: SLF001
-                for name, one in gathered(self._group)
-                if type(one) is nn.Parameter or isinstance(one, DTensor)
-            ]
+        with_gradients = torch.is_grad_enabled()
+        number = self._numbers[with_gradients]
+        self._numbers[with_gradients] += 1
+        due = number < _FORWARDS or not number & (number - 1)
+        self._before = [
+            (name, one, _version(one), _fingerprint(one) if due else None)
+            for name, one in gathered(self._group)
+            if type(one) is nn.Parameter or isinstance(one, DTensor)
+        ]
         return found
 
     def _post_forward(self, plain: Any, *args: Any) -> Any:
         before, self._before = self._before, []
         for name, one, version, its in before:
-            if (one._version != version) if its is None else not torch.equal(its, _fingerprint(one)):  # noqa: SLF001
+            if (_version(one) != version) if its is None else not torch.equal(its, _fingerprint(one)):
                 raise UnsupportedError(
                     f"the forward of {self._model} writes to its parameter {name}; under {self._engine} that is a "
                     "copy, gathered for this forward, and the write is lost",
-                    cure=_CURE,
+                    cure=_CURE if torch.is_grad_enabled() else _INITIALISE,
                 )
         return plain(*args)
+
+
+def _version(parameter: Tensor) -> int:
+    """Torch's count of writes in place, but for those on ``data``; in inference mode there is none."""
+    return 0 if parameter.is_inference() else parameter._version  # noqa: SLF001
 
 
 @torch.no_grad()

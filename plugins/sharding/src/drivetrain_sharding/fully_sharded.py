@@ -141,6 +141,9 @@ def _init_unsharded(one: Any, init: Callable[[], None], user: str, check: Callab
     del one.init_unsharded_param
     private_names.check_gathered(one, user)
     whole = one._unsharded_param  # noqa: SLF001
+    # What a script has set on the parameter, for a forward that reads it.
+    shard = one.sharded_param
+    vars(whole).update({name: its for name, its in vars(shard).items() if not hasattr(type(shard), name)})
     if check is not None:
         check(whole)
     # torch may leave parameters without a name.

@@ -180,12 +180,12 @@ class Elsewhere(FakeTensor):
         return self
 
     def take_hooks(self, parameter: Tensor) -> None:
-        """Take over the hooks of the parameter that it replaces; their handles remove them here too."""
+        """Take over hooks and attributes of the parameter that it replaces; handles of hooks remove them here too."""
         # Torch has no public way to list them.
         before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
         self._hooks = (OrderedDict() if before is None else before, OrderedDict() if after is None else after)
-        # Where it refuses them.
-        vars(self).update({name: its for name, its in vars(parameter).items() if name.startswith("register_post_")})
+        # What the script has set, and methods that refuse hooks.
+        vars(self).update({name: its for name, its in vars(parameter).items() if name not in vars(self)})
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As torch's; see :meth:`call_hooks`."""
