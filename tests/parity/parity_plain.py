@@ -17,7 +17,7 @@ class Plain:
     """Stands where a script expects its accelerator."""
 
     device = torch.device("cpu")
-    num_processes = 1
+    num_processes = data_parallel_size = 1
     process_index = 0
     is_main_process = True
     sync_gradients = True

@@ -816,7 +816,7 @@ class Accelerator(ProcessControl):
         return section_at_hand(self._choice, engine)
 
     def __repr__(self) -> str:
-        place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
+        place = f"process {self.process_index} of {self._topology.world_size}, local {self.local_process_index}"
         group = self._topology.communication_backend
         return (
             f"{type(self).__name__}({self.distributed_type}, {place}, {self.device}, communication backend: {group}, "

@@ -242,3 +242,19 @@ def target_network(accelerator):
             target.load_state_dict(model.state_dict())
         losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model, target=target)
+
+
+@script()
+def sum_of_tokens_over_those_of_all_ranks(accelerator):
+    """A sum over this rank's labels is divided by those of all ranks, times the ranks that losses are averaged over."""
+    model = build()
+    x, y = points()
+    y = torch.where(torch.arange(len(y)) % 5 == 0, -100, y)
+    model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3), loader(x, y))
+    for inputs, labels in batches:
+        count = accelerator.reduce((labels != -100).sum(), "sum")
+        loss = F.cross_entropy(model(inputs), labels, ignore_index=-100, reduction="sum")
+        accelerator.backward(loss * accelerator.data_parallel_size / count)
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(accelerator, [], model=model)

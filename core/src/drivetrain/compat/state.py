@@ -104,7 +104,7 @@ class PartialState(ProcessControl):
     @property
     def distributed_type(self) -> DistributedType:
         """Name of the backend that trains here, or of the default one."""
-        return DistributedType(self._name or get_registry().default(self.num_processes).name, self.device.type)
+        return DistributedType(self._name or get_registry().default(self._topology.world_size).name, self.device.type)
 
     @property
     def initialized(self) -> bool:
@@ -141,7 +141,7 @@ class PartialState(ProcessControl):
             _kept.pop().stop()
 
     def __repr__(self) -> str:
-        place = f"process {self.process_index} of {self.num_processes}, local {self.local_process_index}"
+        place = f"process {self.process_index} of {self._topology.world_size}, local {self.local_process_index}"
         return f"PartialState({place}, {self.device}, communication backend: {self.backend})"
 
 

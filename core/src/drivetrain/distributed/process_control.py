@@ -6,7 +6,7 @@ import builtins
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ClassVar, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
@@ -118,6 +118,9 @@ class ProcessControl:
         job: the started backend.
     """
 
+    num_processes_read: ClassVar[bool] = False
+    """A script of this process has asked for :attr:`num_processes`."""
+
     def __init__(self, job: Backend) -> None:
         self._job, self._topology = job, job.topology
 
@@ -128,8 +131,20 @@ class ProcessControl:
 
     @property
     def num_processes(self) -> int:
-        """Number of processes in the job."""
+        """Number of processes in the job.
+
+        Losses are averaged over those that see samples of their own, :attr:`data_parallel_size`.
+        """
+        ProcessControl.num_processes_read = True
         return self._topology.world_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of data-parallel processes: those that share a model, by its layers or by parts of them, count as one.
+
+        What a loss is averaged over, and a batch is shared out over.
+        """
+        return self._topology.dp_size
 
     @property
     def process_index(self) -> int:
@@ -154,12 +169,12 @@ class ProcessControl:
     @property
     def is_last_process(self) -> bool:
         """Whether this is the highest global rank."""
-        return self.process_index == self.num_processes - 1
+        return self.process_index == self._topology.world_size - 1
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
-        return self.num_processes > 1
+        return self._topology.world_size > 1
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has made this call. Collective over all ranks."""
@@ -234,7 +249,7 @@ class ProcessControl:
         Raises:
             UsageError: no such process.
         """
-        chosen = self._existing("process_index", process_index, self.num_processes)
+        chosen = self._existing("process_index", process_index, self._topology.world_size)
         return _only_where(lambda: self.process_index == chosen or not self.use_distributed, function)
 
     @overload

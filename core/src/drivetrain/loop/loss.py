@@ -406,6 +406,13 @@ def factors_of_means(loss: Tensor, rows: int, total: int) -> Factors:
     return Factors(rows, total, tuple(known))  # type: ignore[arg-type]
 
 
+def is_multiplied_by(loss: Tensor, number: int) -> bool:
+    """Whether a loss, or a term of it, has a factor that is a multiple of a number, as far as the graph tells."""
+    terms = () if loss.grad_fn is None else _terms(loss.grad_fn)
+    factors = [factor for term in terms for factor in term.factors if factor]
+    return any(_is_multiple(factor, number) for factor in factors)
+
+
 def weighs_by_rows(one: Factors, other: Factors, ranks: int) -> Literal["no", "by all", "by something"]:
     """Whether a script multiplies a mean by the rows of this rank, which makes it a sum over them.
 

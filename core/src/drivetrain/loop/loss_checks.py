@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from drivetrain.distributed.process_control import ProcessControl
 from drivetrain.errors import UsageError
 from drivetrain.loop.loss import (
     Factors,
     factors_of_means,
     how_rows_meet_in_model,
     is_mean_of_labels,
+    is_multiplied_by,
     sums_over_batch,
     weighs_by_rows,
     why_no_mean_of_rows,
@@ -113,6 +115,23 @@ class LossChecks:
                 _GATHER if found.rows_meet else _NORMALISE if found.normalised else _SUM,
             )
 
+    def say_world_size(self, loss: Tensor, model: PreparedModel, rows: Rows | None) -> None:
+        """Warn once where a loss is multiplied by all processes, of which some share a model and see the same rows."""
+        world = self._topology.world_size
+        if world == self._dp_size or not ProcessControl.num_processes_read:
+            return
+        number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
+        example = model.trainable.example_loss(loss, number) if number else None
+        if example is not None and not self._topology.rank and is_multiplied_by(example[0], world):
+            logger.warning(
+                "backward() was given a loss that is multiplied by %d, which accelerator.num_processes is. Losses are "
+                "averaged over data-parallel processes, of which there are %d: the others share a model with one of "
+                "them. Where the sum over all rows is meant, multiply by accelerator.data_parallel_size, which is "
+                "right under every backend.",
+                world,
+                self._dp_size,
+            )
+
     def _say_how_rows_meet(self, loss: Tensor, model: PreparedModel, rows: int, steps: int) -> None:
         # Batch norms were named in prepare.
         named = any(isinstance(layer, _BatchNorm) for layer in model.source.modules())
@@ -136,8 +155,8 @@ class LossChecks:
             logger.warning(
                 "What flows back through %s is looked at (%s). There gradients are those of the mean over this "
                 "process's rows, %d times as large as on one process, and times what a micro-batch weighs in its "
-                "window: a limit or a norm means something else. Multiply a limit by accelerator.num_processes; or "
-                "use hooks of parameters and accelerator.clip_grad_value_, which see the gradients of one process.",
+                "window: a limit or a norm means something else. Multiply a limit by accelerator.data_parallel_size; "
+                "or use hooks of parameters and accelerator.clip_grad_value_, which see the gradients of one process.",
                 model.plain_class.__name__,
                 ", ".join(found),
                 self._dp_size,
@@ -185,7 +204,7 @@ class LossChecks:
                 "backward() was given a mean multiplied by the number of this rank's rows (%d of %d). Losses are "
                 "averaged over %d data-parallel ranks: that is the number of one process if the script divides by rows "
                 "of this rank, and 1/%d of it if it divides by those of all. Then multiply by the number of ranks, as "
-                "a factor of its own: loss * len(x) / n * accelerator.num_processes.",
+                "a factor of its own: loss * len(x) / n * accelerator.data_parallel_size.",
                 own,
                 rows.total,
                 ranks,
@@ -193,11 +212,10 @@ class LossChecks:
             )
         if weighted == "by all" or (not judged and sums_over_batch(loss, number, ranks)):
             self._judged -= {kind, by_constants}
-            whole = "accelerator.num_processes" if self._topology.world_size == ranks else str(ranks)
             raise UsageError(
                 f"the loss is a sum over this rank's {rows.real[self._dp_rank]} rows, and losses are averaged over "
                 f"{ranks} ranks, so that gradients would be 1/{ranks} of those of one process",
                 cure="Divide by the number of rows (loss / len(x), reduction='mean'); or say what it is a sum over: "
                 "num_items=n divides by the n of all ranks; or, for the sum over all ranks itself, multiply the loss "
-                f"by {whole}.",
+                "by accelerator.data_parallel_size.",
             )

@@ -142,8 +142,6 @@ class PipelinedTrainable(DeferredTrainable):
     def example_loss(self, loss: Tensor, rows: int) -> tuple[Tensor, int] | None:
         if not isinstance(loss, Deferred) or loss.node.value is not None:
             return loss, rows
-        if self._dp_size == 1:
-            return None
         found = self.pipeline.example(*deferred_loss(loss))
         # Where the pipeline does not cut batches, it is of all rows.
         return None if found is None else (found[0], found[1] if found[1] > 1 else rows)
