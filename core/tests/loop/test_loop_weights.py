@@ -552,6 +552,18 @@ def normalised(weights: Tensor) -> Tensor:
 NO_MEANS_OF_ROWS = {
     "sqrt": lambda net, x, y: F.mse_loss(net(x), hot(y)).sqrt(),
     "log": lambda net, x, y: 0.5 * F.mse_loss(net(x), hot(y)).log() + by_rows(net(x), y).mean(),
+    "log10": lambda net, x, y: -10 * torch.log10(1 / F.mse_loss(net(x), hot(y))),
+    **{
+        f"{name}()": lambda net, x, y, of=of: of(F.mse_loss(net(x), hot(y)))
+        for name, of in {
+            "log2": torch.log2,
+            "expm1": torch.expm1,
+            "rsqrt": torch.rsqrt,
+            "erf": torch.erf,
+            "silu": F.silu,
+            "specialentr": torch.special.entr,
+        }.items()
+    },
     "div": lambda net, x, y: 1 - 2 * (net(x).softmax(1) * hot(y)).sum() / (net(x).softmax(1).sum() + len(x)),
     "divided by a number": lambda net, x, y: (x[:, 0].abs() * by_rows(net(x), y)).sum() / x[:, 0].abs().sum(),
     "over 4 elements": lambda net, x, y: by_rows(net(x), y)[:4].mean(),
@@ -585,6 +597,11 @@ MEANS_OF_ROWS = {
     "a sum over the number": lambda net, x, y: by_rows(net(x), y).sum() / len(x),
     "a sum over a tensor": lambda net, x, y: by_rows(net(x), y).sum() / torch.tensor(float(len(x))),
     "a loop": lambda net, x, y: sum(F.mse_loss(net(one), hot(label)) for one, label in zip(x, y, strict=True)) / len(x),
+    "a loop of roots": lambda net, x, y: (
+        sum((net(one) - hot(label)).pow(2).sum().sqrt() for one, label in zip(x, y, strict=True)) / len(x)
+    ),
+    "a number without nan": lambda net, x, y: F.mse_loss(net(x), hot(y)).nan_to_num(),
+    "one number of a tensor": lambda net, x, y: F.mse_loss(net(x), hot(y)).repeat(1).roll(1).flip(0).unbind()[0],
     "parts": lambda net, x, y: by_rows(net(x), y)[:3].mean() / 2 + by_rows(net(x), y)[3:].mean() / 2,
     "a root of each row": lambda net, x, y: (net(x) - hot(y)).pow(2).sum(1).sqrt().mean(),
     "a norm of the weights": lambda net, x, y: F.cross_entropy(net(x), y) + net.weight.pow(2).sum().sqrt(),

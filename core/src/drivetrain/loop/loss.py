@@ -58,9 +58,16 @@ _ADDS = _nodes("Add0 Add1 Rsub1 Sub0 Sub1")
 _PRODUCTS = _nodes("Div0 Div1 Mul0 Mul1")
 _LINEAR = _VIEWS | _ADDS | _nodes("Cat0 Gather0 Index0 MaskedFill0 MaskedSelect0 Neg0 Select0 Stack0 Where0")
 _ELEMENTWISE = _nodes(
-    "Abs0 Clamp0 Clamp1 ClampMax0 ClampMin0 Exp0 Lerp0 Lerp1 Log0 Log1P0 LogSigmoid0 LogSoftmax0 Maximum0 Minimum0 "
-    "Pow0 Reciprocal0 Relu0 Sigmoid0 Softmax0 Softplus0 Sqrt0 Tanh0 Xlogy0"
+    "Abs0 Acos0 Acosh0 Asin0 Asinh0 Atan0 Atanh0 Celu0 Clamp0 Clamp1 ClampMax0 ClampMin0 Cos0 Cosh0 Digamma0 Elu0 Erf0 "
+    "Erfc0 Exp0 Exp20 Expm10 Gelu0 Hardsigmoid0 Hardswish0 Hardtanh0 LeakyRelu0 Lerp0 Lerp1 Lgamma0 Log0 Log100 Log1P0 "
+    "Log20 LogSigmoid0 LogSoftmax0 Logaddexp0 Logit0 Maximum0 Minimum0 Mish0 NanToNum0 Pow0 Pow1 Reciprocal0 Relu0 "
+    "Rsqrt0 Sigmoid0 Silu0 Sin0 Sinh0 Softmax0 Softplus0 Softshrink0 Sqrt0 Tan0 Tanh0 Xlogy0"
 )
+_LINEAR_IN_A_NUMBER = _LINEAR | _nodes(
+    "AsStrided0 Diagonal0 Flip0 IndexSelect0 Lerp0 NanToNum0 NativeDropout0 Real0 Repeat0 RepeatInterleave0 Roll0 "
+    "Split0 SplitWithSizes0 Squeeze3 Take0 TakeAlongDim0 Unbind0 UnsafeSplit0 ViewAsReal0"
+)
+"""Nodes that are linear in a scalar operand; what is none of these, and no product, is a function of it."""
 _OVER_DIMS = _nodes("LinalgVectorNorm0 Logsumexp0 Mean1 Norm1 Sum1")
 _MIXES_ROWS = _nodes("Mean0 Norm0 Sum0")
 _OVER_ROWS = _nodes("LinalgVectorNorm0 LogSoftmax0 Logsumexp0 Norm0 Norm1 Softmax0")
@@ -476,12 +483,14 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
         rows: of the batch, at least 2.
     """
     sizes: dict[tuple[str, int], int] = {}
+    functions: dict[str, int] = {}
     for term in _terms(loss.grad_fn):
         node, name = term.node, term.node.name()
         if not _rows_below(node).computes:
             continue  # Of parameters alone, as a penalty on weights.
-        if _is_scalar(node) and (name in _ELEMENTWISE or (name in _PRODUCTS and _data_branches(node) > 1)):
-            return NoMean(f"{_base(name).lower()}() of a number that all of them give together")
+        if _is_function_of_a_number(node):
+            functions[name] = functions.get(name, 0) + 1
+            continue
         if name in _NLL and bool((node._saved_target == _ignored(node)).any()):  # noqa: SLF001 (torch documents them)
             return NoMean("it leaves labels out")
         if why := _how_rows_meet(node, rows):
@@ -499,8 +508,23 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
         if number:
             sizes[name, number] = sizes.get((name, number), 0) + number
     # A loop may add a loss for each row.
+    if of_all := next((name for name, number in functions.items() if number % rows), ""):
+        return NoMean(f"{_base(of_all).lower()}() of a number that all of them give together")
     odd = next((number for number in sizes.values() if number % rows), 0)
     return NoMean(f"it is over {odd} elements") if odd else None
+
+
+def _is_function_of_a_number(node: Any) -> bool:
+    """Whether a node is not linear in one number that the batch gives; functions of Python may be anything."""
+    name = node.name()
+    if not _is_scalar(node):
+        return False
+    if name in _PRODUCTS:
+        return _data_branches(node) > 1
+    if name in _LINEAR_IN_A_NUMBER | _MEANS | _SUMS | _LOSSES or not name[-1].isdigit() or _is_layer(node):
+        return False
+    places = [place for place, (edge, _) in enumerate(node.next_functions) if edge is not None]
+    return all(math.prod(_shape_given(node, place)) == 1 for place in places)
 
 
 def _how_rows_meet(start: Any, rows: int) -> str:
