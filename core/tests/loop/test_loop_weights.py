@@ -414,7 +414,7 @@ def test_a_sum_over_the_batch_trains_as_on_one_process_or_is_refused(world, fact
             torch.testing.assert_close(said, [each.grad for each in model.parameters()], **TOLERANCE)
         else:
             assert "the loss is a sum over this rank's 4 rows, and losses are averaged over 3 ranks" in said
-            assert "multiply the loss by accelerator.num_processes" in said
+            assert "multiply the loss by accelerator.data_parallel_size" in said
 
 
 def test_a_loss_function_that_returns_means_first_and_sums_later_is_looked_at_again():

@@ -386,7 +386,10 @@ def metrics(folder: str) -> dict[str, Any]:
         "z": logits.logsumexp(-1).square().mean().item(),
         "loss": F.cross_entropy(logits.transpose(1, 2), labels).item(),
     }
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     copied = copy.deepcopy(accelerator.unwrap_model(model))
+    assert copied.lm_head.weight.grad is None, "torch copies parameters without their gradients"
+    model.lm_head.weight.grad = None
     with torch.inference_mode():
         found["evaluation"] = type(model.eval()(ids)).__name__
         for parameter in model.parameters():

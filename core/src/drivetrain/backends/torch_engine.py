@@ -55,6 +55,8 @@ def place_model(
 def move_optimizer_state(optimizer: Optimizer) -> None:
     """Move existing optimizer state to the device of its parameters, and moments to their dtype."""
     for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or not isinstance(state, dict):
+            continue  # A number of the optimizer's own, as `self.state["step"] = 0`.
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 state[name] = value.to(parameter)

@@ -81,7 +81,7 @@ class CutTensor(DTensor):
         else:
             copied.requires_grad_(self.requires_grad)
         memo[id(self)] = copied
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, nn.Parameter):  # whose copies torch makes without gradients
             copied.grad = self.grad.detach().clone()
         return copied
 
