@@ -6,7 +6,7 @@ import builtins
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
@@ -111,15 +111,21 @@ def _take(inputs: Any, indices: list[int]) -> Any:
     return tuple(items) if isinstance(inputs, tuple) else items
 
 
+_asked: set[str] = set()
+"""Names of properties that a script of this process has asked for."""
+
+
+def num_processes_was_read() -> bool:
+    """Whether a script of this process has asked for :attr:`ProcessControl.num_processes`."""
+    return bool(_asked)
+
+
 class ProcessControl:
     """Ranks and process control, the common base of ``PartialState`` and ``Accelerator``.
 
     Args:
         job: the started backend.
     """
-
-    num_processes_read: ClassVar[bool] = False
-    """A script of this process has asked for :attr:`num_processes`."""
 
     def __init__(self, job: Backend) -> None:
         self._job, self._topology = job, job.topology
@@ -135,7 +141,7 @@ class ProcessControl:
 
         Losses are averaged over those that see samples of their own, :attr:`data_parallel_size`.
         """
-        ProcessControl.num_processes_read = True
+        _asked.add("num_processes")
         return self._topology.world_size
 
     @property

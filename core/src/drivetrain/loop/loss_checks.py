@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drivetrain.distributed.process_control import ProcessControl
+from drivetrain.distributed.process_control import num_processes_was_read
 from drivetrain.errors import UsageError
 from drivetrain.loop.loss import (
     Factors,
@@ -118,7 +118,7 @@ class LossChecks:
     def say_world_size(self, loss: Tensor, model: PreparedModel, rows: Rows | None) -> None:
         """Warn once where a loss is multiplied by all processes, of which some share a model and see the same rows."""
         world = self._topology.world_size
-        if world == self._dp_size or not ProcessControl.num_processes_read:
+        if world == self._dp_size or not num_processes_was_read():
             return
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
         example = model.trainable.example_loss(loss, number) if number else None
