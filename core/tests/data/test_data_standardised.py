@@ -83,7 +83,7 @@ NORMALISE = {
 
 
 def warnings_of(what):
-    """What rank 0 and others log in two steps, and the weights after them."""
+    """Return what a rank logs in two steps, and the weights after them."""
     torch.manual_seed(0)
     seen = []
     handler = logging.Handler()

@@ -1,4 +1,4 @@
-"""What parameters and optimizers have of the script before ``prepare``: it stays."""
+"""Checks that attributes, gradients and numbers of optimizers that a script set before ``prepare`` stay."""
 
 from __future__ import annotations
 

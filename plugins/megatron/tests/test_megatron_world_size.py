@@ -16,7 +16,7 @@ from drivetrain_testing import spawn
 
 
 def warnings_of(folder, what):
-    """What a rank logs of two steps."""
+    """Return what a rank logs of two steps."""
     seen = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())

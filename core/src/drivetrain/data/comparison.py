@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -38,7 +38,7 @@ from torch.utils.data import (
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import loaders_on
-from drivetrain.data.standardised import is_standardised
+from drivetrain.data.standardised import is_readable, is_standardised
 from drivetrain.distributed import trees
 from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.collectives import Ranks
@@ -146,14 +146,8 @@ def _rows(size: int) -> list[int]:
 
 
 def _part_of_tensor(tensor: Tensor) -> np.ndarray | None:
-    """Elements of a plain tensor as an array on the host; ``None`` where reading it is not plain or not cheap.
-
-    Reading a tensor of a lazy device, which torch does not list as its accelerator, would run what it is the result of.
-    """
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    if tensor.device.type not in ("cpu", None if accelerator is None else accelerator.type):
+    """Elements of a plain tensor as an array on the host; ``None`` where reading it is not plain or not cheap."""
+    if not is_readable(tensor):
         return None
     part = tensor.detach()
     if part.dim() and part.shape[0] > NUM_SAMPLES:
@@ -708,13 +702,13 @@ class FirstInputs:
 
     def __init__(self, backend: Backend, index: int, name: str) -> None:
         self._backend, self._index, self._name, self._left = backend, index, name, _TRIES
-        self._normalised = bool(backend.topology.rank)
-        """Whether inputs were looked at for being normalised."""
+        self._looked = backend.topology.rank > 0
+        """Inputs were looked at for being normalised, which rank 0 does for all."""
 
     def done(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Compare these inputs, or wait for others: ``False``. Not collective."""
-        if not self._normalised:
-            self._normalised = True
+        if not self._looked:
+            self._looked = True
             self._say_normalised(args, kwargs)
         active, monitor = loaders_on(self._backend), Current.monitor
         if monitor is None or (active is not None and active.current is not None):

@@ -9,22 +9,28 @@ _SOME = 4096
 """Elements that are looked at for having more than two values."""
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether reading values of a tensor is plain and cheap.
+
+    Reading a tensor of a lazy device, which torch does not list as its accelerator, would run what it is the result of.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return tensor.device.type in ("cpu", None if accelerator is None else accelerator.type)
+
+
 @torch.no_grad()
 def is_standardised(tensor: Tensor) -> bool:
     """Whether rows have mean 0 and deviation 1: each column, each channel, each feature, or all numbers together.
 
-    Rounding apart, which no data drawn with that mean and deviation have. Not so where each row has by itself, as after
-    a normalisation of samples, nor where there are two values alone, as of -1 and 1. Waits for the device.
+    That is compared up to rounding; numbers that are drawn with this mean and deviation are further away. Rows that are
+    normalised each by itself do not count, nor two values alone, such as -1 and 1. Waits for the device.
 
     Args:
         tensor: ``(rows, ...)``; others than plain ones in 32 or 64 bits are not looked at.
     """
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.dtype not in (torch.float32, torch.float64) or not tensor.dim():
-        return False
-    accelerator = torch.accelerator.current_accelerator()
-    # Reading a tensor of a lazy device would run what it is the result of.
-    if tensor.device.type not in ("cpu", None if accelerator is None else accelerator.type):
+    if not is_readable(tensor) or tensor.dtype not in (torch.float32, torch.float64) or not tensor.dim():
         return False
     if tensor.shape[0] < 3 or len(set(tensor.reshape(-1)[:_SOME].tolist())) < 3:
         return False

@@ -1,7 +1,4 @@
-"""Takes what a script has left on parameters before ``prepare`` over: attributes (``p.lr_scale = 0.1``) and gradients.
-
-Engines put other parameters in the places of these.
-"""
+"""Carries attributes (``p.lr_scale = 0.1``) and gradients of parameters over to those that an engine puts there."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 
 @final
 class LeftOnParameters:
-    """Takes what a script has set on the parameters of a model over to those that an engine makes of them.
+    """Carries what a script has set on the parameters of a model over to those that an engine puts in their places.
 
     Args:
         module: not yet given to an engine.
@@ -23,7 +20,7 @@ class LeftOnParameters:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         named = _named(module)
-        self._attributes = {name: its for name, one in named.items() if (its := script_attributes(one))}
+        self._attributes = {name: its for name, one in named.items() if (its := _attributes(one))}
         # By weak references: an engine frees parameters.
         self._gradients = {name: (ref(one), one.grad) for name, one in named.items() if one.grad is not None}
 
@@ -43,7 +40,7 @@ class LeftOnParameters:
                 one.grad.copy_(gradient)
 
 
-def script_attributes(parameter: Tensor) -> dict[str, Any]:
+def _attributes(parameter: Tensor) -> dict[str, Any]:
     """Return what is set on a parameter, but for methods that an engine has put in the place of torch's."""
     return {name: value for name, value in vars(parameter).items() if not hasattr(type(parameter), name)}
 

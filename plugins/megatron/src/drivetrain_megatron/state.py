@@ -40,12 +40,16 @@ def load_portable_state(
     engine.load_state(state.extra)
 
 
+def is_extra(name: str) -> bool:
+    """Whether a name of a state dict is torch's for what ``get_extra_state`` returns, which need not be a tensor."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def full_tensors(module: nn.Module, entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their first names, each in full, one at a time. Collective over all ranks."""
     packing = packing_of(module)
     for name, tensor in entries.items():
-        is_extra = name.rpartition(".")[2] == "_extra_state"
-        yield name, tensor if is_extra else packing.whole(f"model.{name}", tensor.detach())
+        yield name, tensor if is_extra(name) else packing.whole(f"model.{name}", tensor.detach())
 
 
 def held(state: PortableState, share: Share | None) -> PortableState:
@@ -78,7 +82,7 @@ def tensors_of_stages(
     packing = packing_of(module)
     for key, tensor in entries.items():
         name = first.get(id(tensor), key)
-        if name not in share.owners and name not in share.buffer_owners:
+        if is_extra(key):
             yield key, _extra_state(key, tensor, share, group)
             continue
         source = share.owners[name][0] if name in share.owners else share.buffer_owners[name]

@@ -116,7 +116,6 @@ def _cut(module: nn.Module, done: TensorParallel) -> None:
         layout = Layout(tuple(whole.shape), cut.dim % whole.dim(), cut.parts)
         done.layouts[name] = layout
         parameter = nn.Parameter(done.part(name, whole.detach()), requires_grad=whole.requires_grad)
-        vars(parameter).update({key: value for key, value in vars(whole).items() if key not in vars(parameter)})
         if whole.grad is not None:  # Of a backward before prepare.
             parameter.grad = done.part(name, whole.grad)
         users = [module.get_submodule(scope) for scope in sorted(done.plan.used_in.get(name, ()))]

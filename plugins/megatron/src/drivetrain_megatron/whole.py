@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain.api import UnsupportedError, UsageError, plain_state_dict
 from drivetrain_megatron.meeting import Meeting
 from drivetrain_megatron.pipeline.skeleton import is_absent
+from drivetrain_megatron.state import is_extra
 
 Gather = Callable[[Mapping[str, Tensor]], Iterable[tuple[str, Tensor]]]
 """Function that gathers tensors, given by first name, one at a time. Collective over all ranks."""
@@ -104,7 +105,7 @@ class WholeState:
         tied = {first for name, first in self._first.items() if name != first}
         kept: dict[str, Tensor] = {}
         for name, tensor in entries.items():
-            if _is_extra(name):
+            if is_extra(name):
                 yield from self._gather({name: tensor})
                 continue
             first = self._first.get(name, name)
@@ -153,7 +154,7 @@ class WholeState:
 
     def _entries(self, module: nn.Module) -> dict[str, Tensor]:
         """The live tensors of the state dict as this rank holds it."""
-        return {name: one for name, one in self._state(module).items() if not _is_extra(name)}
+        return {name: one for name, one in self._state(module).items() if not is_extra(name)}
 
     def _wanted(self, module: nn.Module, path: str) -> dict[str, Tensor]:
         """Return the tensors to gather for this module's state dict, by first name in the full model, each once."""
@@ -197,8 +198,3 @@ class WholeState:
                 first = self._first.get(scope + name, scope + name)
                 given[prefix + name] = self._part(first, value.to(live.dtype), live)
         self._loaded()
-
-
-def _is_extra(name: str) -> bool:
-    """Whether a name of a state dict is torch's for what ``get_extra_state`` returns, which need not be a tensor."""
-    return name.rpartition(".")[2] == "_extra_state"
