@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain.utils import DataLoaderConfiguration
 
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.5])
 
@@ -158,6 +159,32 @@ def drawn_noise(*, device_specific: bool) -> Tensor:
 def steps_of_an_epoch(*, split_batches: bool) -> int:
     accelerator, _ = start(split_batches=split_batches)
     return len(accelerator.prepare(DataLoader(TensorDataset(*rows(24)), batch_size=6)))
+
+
+def collated(*, dispatch: bool) -> Tensor:
+    """The rows of the first batch of six, which ``collate_fn`` has centred, of all processes."""
+    config = DataLoaderConfiguration(split_batches=True, dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
+
+    def centred(batch: list[Tensor]) -> Tensor:
+        x = torch.stack(batch)
+        return x - x.mean(0)
+
+    loader = accelerator.prepare(DataLoader(rows(12)[0], batch_size=6, collate_fn=centred))
+    return accelerator.gather(next(iter(loader)))
+
+
+def memory_by_sample(*, gathered: bool) -> Tensor:
+    """A number that each process notes for each sample, by its index."""
+    accelerator, _ = start()
+    loader = accelerator.prepare(DataLoader(torch.arange(12), batch_size=6))
+    memory = torch.zeros(12)
+    for index in loader:
+        values = index + 1.0
+        if gathered:
+            index, values = accelerator.gather_for_metrics((index, values))  # noqa: PLW2901 (as the page writes it)
+        memory[index] = values
+    return memory
 
 
 def orders_and_a_draw(dropout: float, seeds: bool) -> tuple[list[list[list[float]]], float]:

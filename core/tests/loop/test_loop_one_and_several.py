@@ -100,6 +100,22 @@ def test_split_batches_keeps_the_steps_of_an_epoch():
     assert spawn(jobs.steps_of_an_epoch, 2, split_batches=True) == [4, 4]
 
 
+def test_a_collate_function_sees_the_rows_of_a_process_unless_batches_are_dispatched():
+    x = jobs.rows(12)[0][:6]
+    for found in spawn(jobs.collated, 3, dispatch=True):
+        torch.testing.assert_close(found, x - x.mean(0), **CLOSE)
+    by_parts = torch.cat([part - part.mean(0) for part in x.split(2)])
+    for found in spawn(jobs.collated, 3, dispatch=False):
+        torch.testing.assert_close(found, by_parts, **CLOSE)
+
+
+def test_a_memory_by_sample_has_what_its_process_saw_unless_it_is_gathered():
+    for found in spawn(jobs.memory_by_sample, 3, gathered=True):
+        assert found.tolist() == [number + 1.0 for number in range(12)]
+    for found in spawn(jobs.memory_by_sample, 3, gathered=False):
+        assert (found > 0).sum() == 4
+
+
 def test_an_unseeded_shuffle_after_dropout_is_another_one_and_the_same_on_all_ranks():
     every = [float(sample) for sample in range(24)]
     ((one, drawn),) = spawn(jobs.orders_and_a_draw, 1, 0.5, seeds=False)

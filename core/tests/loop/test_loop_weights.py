@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain.config import load_config
 from drivetrain.data.kept_batches import KeptBatches
 from drivetrain.data.plan import Rows
 from drivetrain.errors import UsageError
@@ -549,6 +551,9 @@ def normalised(weights: Tensor) -> Tensor:
     return (weights - weights.mean()) / (weights.std() + 1e-8)
 
 
+SOME = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+"""A mask of six rows."""
+
 NO_MEANS_OF_ROWS = {
     "sqrt": lambda net, x, y: F.mse_loss(net(x), hot(y)).sqrt(),
     "log": lambda net, x, y: 0.5 * F.mse_loss(net(x), hot(y)).log() + by_rows(net(x), y).mean(),
@@ -566,6 +571,10 @@ NO_MEANS_OF_ROWS = {
     },
     "div": lambda net, x, y: 1 - 2 * (net(x).softmax(1) * hot(y)).sum() / (net(x).softmax(1).sum() + len(x)),
     "divided by a number": lambda net, x, y: (x[:, 0].abs() * by_rows(net(x), y)).sum() / x[:, 0].abs().sum(),
+    "divided by the number of elements that a mask leaves": lambda net, x, y: (
+        (by_rows(net(x), y) * SOME).mean() / SOME.mean()
+    ),
+    "a sum, divided by a number": lambda net, x, y: torch.einsum("b,b->", by_rows(net(x), y), SOME) / SOME.sum(),
     "over 4 elements": lambda net, x, y: by_rows(net(x), y)[:4].mean(),
     "topk": lambda net, x, y: by_rows(net(x), y).topk(3).values.mean(),
     "over 8 elements": lambda net, x, y: F.mse_loss(net(x)[:2], hot(y)[:2]),
@@ -621,6 +630,12 @@ MEANS_OF_ROWS = {
     "a part of each row": lambda net, x, y: (net(x) / net(x).norm(dim=1, keepdim=True)).square().mean(),
     "labels of -1 and 1": lambda net, x, y: F.relu(1 - net(x)[:, 0] * torch.tensor([1.0, -1.0] * 3)).mean(),
     "a sum of halves": lambda net, x, y: (by_rows(net(x), y) * torch.tensor([0.0, 2.0] * 3)).mean(),
+    "some over the number": lambda net, x, y: by_rows(net(x), y)[SOME > 0].sum() / len(x),
+    "a mask of classes": lambda net, x, y: ((net(x) - hot(y)).square() * SOME[:4]).mean() / SOME[:4].mean(),
+    "as many of each row": lambda net, x, y: (
+        ((net(x) - hot(y)).square() * SOME[:4].expand(6, 4)).mean() / SOME[:4].mean()
+    ),
+    "a temperature": lambda net, x, y: F.cross_entropy(net(x), y) / torch.tensor(0.7),
     "two heads": lambda net, x, y: F.cross_entropy(net(x), y) + 0.3 * F.mse_loss(net(x), hot(y)),
 }
 
@@ -633,3 +648,49 @@ def test_a_loss_that_is_no_mean_of_its_rows_is_known(kind: str) -> None:
     net, x, y = nn.Linear(5, 4), torch.randn(6, 5), torch.arange(6) % 4
     found = why_no_mean_of_rows({**NO_MEANS_OF_ROWS, **MEANS_OF_ROWS}[kind](net, x, y), 6)
     assert (found is not None and kind in found.why) if kind in NO_MEANS_OF_ROWS else found is None, found
+
+
+def test_a_sum_times_the_ranks_is_meant_as_it_is() -> None:
+    net, x, y = nn.Linear(5, 4), torch.randn(6, 5), (torch.arange(6) % 4).masked_fill(SOME == 0, -100)
+    for total in (by_rows(net(x), y).sum(), F.cross_entropy(net(x), y, reduction="sum")):
+        assert why_no_mean_of_rows(total * 3 / torch.tensor(13), 6, 3) is None
+        assert why_no_mean_of_rows(total / torch.tensor(13), 6, 3) is not None
+
+
+def test_a_mask_within_a_single_row_is_known() -> None:
+    net, x, target = nn.Linear(5, 4), torch.randn(1, 5), torch.zeros(1, 4)
+    left, every = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.ones(1, 4)
+
+    def mean_over(mask: Tensor) -> Tensor:
+        return (F.mse_loss(net(x), target, reduction="none") * mask).sum() / mask.sum()
+
+    found = why_no_mean_of_rows(mean_over(left), 1)
+    assert found is not None
+    assert "a mask leaves" in found.why
+    assert why_no_mean_of_rows(mean_over(every), 1) is None
+    assert why_no_mean_of_rows(F.mse_loss(net(x), target).sqrt() / torch.tensor(0.7), 1) is None
+
+
+def padding_begins_later(ranks_rows: int) -> list[str]:
+    told: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain").addHandler(listener)
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "ddp", "use_cpu": True}, environ={}))
+    mask = torch.ones(8 * ranks_rows, 4)
+    mask[4 * ranks_rows :: 3, 2:] = 0.0
+    data = DataLoader(TensorDataset(torch.randn(8 * ranks_rows, 5), mask), batch_size=ranks_rows)
+    net = nn.Linear(5, 4)
+    net, optimizer, data = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data)
+    for x, left in data:
+        accelerator.backward((net(x).square() * left).sum() / left.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    return [text for text in told if "not the mean of what" in text]
+
+
+def test_padding_that_begins_in_a_later_batch_is_known() -> None:
+    first, second = spawn(padding_begins_later, 2, 4)
+    assert len(first) == 1
+    assert not second

@@ -248,6 +248,64 @@ def test_losses_as_scripts_write_them() -> None:
     spawn(losses_follow, 2, {"pipeline_parallel_size": 2, "num_micro_batches": 4})
 
 
+def masks_follow(section):
+    """Losses of chosen elements: in one piece as written, in micro-batches times the mask; never without gradient."""
+    made = accelerator(section)
+    plain, _, model, _ = pair(made)
+    ids, mask, labels = batch(5)
+    counted = labels != -100
+
+    def by_mask(output):
+        return F.cross_entropy(output["logits"][counted], labels[counted]) + output["hidden"][mask].pow(2).mean()
+
+    def selected(output):
+        return torch.masked_select(output["hidden"], counted[..., None]).pow(2).mean()
+
+    def multiplied(output):
+        squares = output["hidden"].pow(2).mean(-1)
+        return (squares * counted).sum() / counted.sum()
+
+    def constant(output):
+        with torch.no_grad():
+            logits = output["logits"]
+            scale = logits[logits > 0].mean()
+        return output["hidden"].pow(2).mean() * scale + logits.detach()[counted].mean()
+
+    def flooded(output):
+        return (output["hidden"].pow(2).mean() - 0.001).abs() + 0.001
+
+    in_parts = section["num_micro_batches"] > 1
+    for form in (by_mask, selected, multiplied, constant, flooded):
+        if in_parts and form in {by_mask, selected, flooded}:
+            with pytest.raises(UnsupportedError, match="num_micro_batches: 1"):
+                made.backward(form(model(ids, mask)))
+            continue
+        expected = form(plain(ids, mask))
+        expected.backward()
+        loss = form(model(ids, mask))
+        made.backward(loss)
+        assert loss.item() == pytest.approx(expected.item(), abs=ATOL), form.__name__
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, Elsewhere) and parameter.grad is not None:
+                plain_grad = dict(plain.named_parameters())[name].grad
+                torch.testing.assert_close(parameter.grad, plain_grad, rtol=0, atol=ATOL)
+                parameter.grad = None
+        plain.zero_grad()
+    output = model(ids, mask)
+    with pytest.raises(UnsupportedError, match="no gradient flows"):
+        made.backward(output["logits"].mean() + output["logits"][output["logits"] > 0].mean())
+    with pytest.raises(UsageError, match="no gradient"), torch.no_grad():
+        made.backward(output["logits"].mean())
+    with pytest.raises(UsageError, match="no gradient"):
+        made.backward(output["logits"].detach().mean())
+    made.end_training()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_losses_of_elements_that_a_mask_chooses(parts) -> None:
+    spawn(masks_follow, 2, {"pipeline_parallel_size": 2, "num_micro_batches": parts})
+
+
 def values_follow(section):
     """Reading before backward, after it, and too late."""
     told = []

@@ -332,28 +332,35 @@ def test_a_sharded_tensor_tells_the_size_of_the_whole() -> None:
     assert (part.shape, part.size(1), part.numel(), len(part), part.dim()) == (torch.Size((2, 6)), 6, 12, 2, 2)
 
 
-def gradients_of_parts() -> list[str]:
+def gradients_of_parts() -> list[tuple[str, int, list[list[float]]]]:
     dist.init_process_group("gloo")
     ring = Ring(dist.group.WORLD)
-    kinds = []
-    for own in (False, True):
+    found = []
+    for kind in ("leaf", "kept", "own"):
         part = sharded(torch.ones(2, 3, requires_grad=True) * 2, Layout((2, 6), 1), ring)
-        part.retain_grad()
+        if kind == "leaf":
+            part = part.detach().requires_grad_()
+        if kind == "kept":
+            part.retain_grad()
         loss = full_tensor(part * part).sum()
-        if own:
-            (found,) = torch.autograd.grad(loss, [part])
+        if kind == "own":
+            (gradient,) = torch.autograd.grad(loss, [part])
         else:
             loss.backward()
-            found = part.grad
-        kinds.append(f"{type(found).__name__} {found.tolist()}")
+            gradient = part.grad
+        found.append((type(gradient).__name__, gradient.shape[1], full_tensor(gradient).tolist()))
     dist.barrier()
     dist.destroy_process_group()
-    return kinds
+    return found
 
 
-def test_the_gradient_of_a_part_is_local() -> None:
-    # torch.utils.checkpoint reads it inside of a backward and hands it on to autograd, which knows local tensors only.
-    assert spawn(gradients_of_parts, 2)[1] == [f"Tensor {[[4.0] * 3] * 2}"] * 2
+def test_gradients_of_parts() -> None:
+    # torch.utils.checkpoint reads that of a leaf inside of a backward and hands it on to autograd, which knows local
+    # tensors only. The others are a script's.
+    leaf, kept, own = spawn(gradients_of_parts, 2)[1]
+    assert leaf == ("Tensor", 3, [[4.0] * 3] * 2)
+    assert kept == ("Tensor", 6, [[4.0] * 6] * 2)
+    assert own == ("Sharded", 6, [[4.0] * 6] * 2)
 
 
 @pytest.mark.gpu

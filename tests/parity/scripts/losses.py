@@ -441,3 +441,67 @@ def summed_over_the_batch(accelerator):
         accelerator.backward(loss)
         optimizer.step()
     return result(accelerator, [], model=model)
+
+
+def fit_with_an_extra_term(accelerator, extra_of):
+    """Cross entropy, and a tenth of a second term of the logits and of a mask of rows."""
+    x, y = points()
+    counts = torch.arange(N) % 3 > 0
+
+    def loss_of(model, x, y, counts):
+        logits = model(x)
+        return F.cross_entropy(logits, y) + 0.1 * extra_of(logits, counts) / len(x)
+
+    return fit(accelerator, build(), loader(x, y, counts), loss_of)
+
+
+@script()
+def elements_by_a_mask(accelerator):
+    """A term of the loss takes the rows that a mask of the batch chooses."""
+    return fit_with_an_extra_term(accelerator, lambda logits, counts: logits[counts].pow(2).sum())
+
+
+@script()
+def elements_by_masked_select(accelerator):
+    """A term of the loss takes elements by ``torch.masked_select``."""
+    return fit_with_an_extra_term(
+        accelerator, lambda logits, counts: torch.masked_select(logits, counts[:, None]).pow(2).sum()
+    )
+
+
+@script()
+def elements_by_their_own_values(accelerator):
+    """A term of the loss takes the elements that are positive."""
+    return fit_with_an_extra_term(accelerator, lambda logits, counts: logits[logits > 0].pow(2).sum())
+
+
+@script(follows="elements_by_a_mask elements_by_masked_select elements_by_their_own_values loss_of_masked_rows")
+def elements_times_a_mask(accelerator):
+    """A term of the loss multiplies by a mask, of the batch and of the values, in place of an index."""
+    return fit_with_an_extra_term(
+        accelerator, lambda logits, counts: (logits.pow(2) * counts[:, None] * (logits > 0)).sum()
+    )
+
+
+@script()
+def loss_of_masked_rows(accelerator):
+    """The whole loss is that of the rows that count."""
+    x, y = points()
+
+    def loss_of(model, x, y, counts):
+        return F.cross_entropy(model(x)[counts], y[counts], reduction="sum") / len(x)
+
+    return fit(accelerator, build(), loader(x, y, torch.arange(N) % 3 > 0), loss_of)
+
+
+@script()
+def constants_read_of_the_output(accelerator):
+    """Numbers of the output that take no part in the gradient are read before backward."""
+
+    def constant(logits, counts):
+        chosen = logits.detach()
+        positive = chosen[chosen > 0].sum().item()
+        right = float((logits.argmax(1)[counts] == 0).sum())
+        return (positive + right + len([row for row in logits])) * 1e-3  # noqa: C416 (iterating is what is tried)
+
+    return fit_with_an_extra_term(accelerator, constant)

@@ -403,9 +403,7 @@ class TrainingLoop:
         if self._handed is not None:
             by_rows = window.weight if weight is None else weight
             self._handed = _Handed(loss, by_rows if items is None else items, is_sum=is_sum)
-        if model.index not in self.checks.looked_at:
-            self.checks.say_world_size(loss, model, window.rows)
-            self.checks.look_at(loss, model, window.rows, steps=self.steps, by_items=items is not None)
+        self.checks.look_at(loss, model, window.rows, steps=self.steps, by_items=items is not None)
         return scale if self.averaged == 1 else scale * self.averaged
 
     def find_loose(self) -> None:

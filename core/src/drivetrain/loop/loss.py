@@ -472,7 +472,7 @@ class NoMean(NamedTuple):
     normalised: bool = False
 
 
-def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
+def why_no_mean_of_rows(loss: Tensor, rows: int, ranks: int = 1) -> NoMean | None:
     """Return why a loss is not the mean of what its rows give each, so that a mean over ranks is another number.
 
     Not collective. Waits for the device where a mean over labels may leave some out, and where rows have weights. Where
@@ -480,11 +480,19 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
 
     Args:
         loss: 0-d, with its graph.
-        rows: of the batch, at least 2.
+        rows: of the batch. Of a single one all that may be told is that a mask leaves some of its elements out.
+        ranks: data-parallel ranks. A sum that is multiplied by them (or a multiple) is meant as it is.
     """
+    terms = [term for term in _terms(loss.grad_fn) if not (_is_sum_of_any(term.node) and _is_meant(term, ranks))]
+    if rows == 1:
+        return next((NoMean(why) for term in terms if (why := _why_divided(term, rows))), None)
+    return _why_no_mean_of_several(terms, rows)
+
+
+def _why_no_mean_of_several(terms: Sequence[_Term], rows: int) -> NoMean | None:
     sizes: dict[tuple[str, int], int] = {}
     functions: dict[str, int] = {}
-    for term in _terms(loss.grad_fn):
+    for term in terms:
         node, name = term.node, term.node.name()
         if not _rows_below(node).computes:
             continue  # Of parameters alone, as a penalty on weights.
@@ -502,16 +510,73 @@ def why_no_mean_of_rows(loss: Tensor, rows: int) -> NoMean | None:
         number, below = _num_reduced(node), _next(node)
         if below is not None and below.name() in _MEANS | _SUMS and _is_along_rows(below, rows):
             number *= rows  # A mean over classes, of means over rows.
-        divides = (_constant(each) for each in term.tensors if each.name().startswith("Div"))
-        if name in _SUMS and any(isinstance(by, Tensor) and by.numel() == 1 and float(by) % rows for by in divides):
-            return NoMean("it is a sum, divided by a number that is not theirs")
-        if number:
+        if why := _why_divided(term, rows):
+            return NoMean(why)
+        if number and not (_is_sum_of_any(node) and any(by % rows == 0 for by in term.divisors)):
             sizes[name, number] = sizes.get((name, number), 0) + number
     # A loop may add a loss for each row.
     if of_all := next((name for name, number in functions.items() if number % rows), ""):
         return NoMean(f"{_base(of_all).lower()}() of a number that all of them give together")
     odd = next((number for number in sizes.values() if number % rows), 0)
     return NoMean(f"it is over {odd} elements") if odd else None
+
+
+def _is_sum_of_any(node: Any) -> bool:
+    """Whether it is a sum over elements, a loss function's too, or the one number of a product with a constant."""
+    name = node.name()
+    return name in _SUMS or _contracts(node) or (name in _LOSSES and node._saved_reduction == _SUM)  # noqa: SLF001
+
+
+def _is_meant(term: _Term, ranks: int) -> bool:
+    """Whether a term is multiplied by the ranks over which losses are averaged."""
+    return ranks > 1 and any(factor is not None and _is_multiple(factor, ranks) for factor in term.factors)
+
+
+def _why_divided(term: _Term, rows: int) -> str:
+    """Say which number of this rank's rows alone a term is divided by; empty where there is none."""
+    if _is_sum_of_any(term.node) and rows > 1 and any(float(by) % rows for by in _tensors_divided_by(term)):
+        return "it is a sum, divided by a number that is not theirs"
+    return "it is divided by the number of elements that a mask leaves" if _counts_by_mask(term, rows) else ""
+
+
+def _tensors_divided_by(term: _Term) -> list[Tensor]:
+    """Return what a term is divided by where that is one number in a tensor, as a count of what a mask leaves is."""
+    divisors = [_constant(each) for each in term.tensors if each.name().startswith("Div")]
+    return [by for by in divisors if isinstance(by, Tensor) and by.numel() == 1]
+
+
+def _contracts(node: Any) -> bool:
+    """Whether it is the one number that a product of matrices or vectors with a constant gives: a sum with weights."""
+    return _base(node.name()) in {"Bmm", "Dot", "Mm", "Mv"} and _is_scalar(node) and len(_inner(node)) == 1
+
+
+def _counts_by_mask(term: _Term, rows: int) -> bool:
+    """Whether a sum or mean of masked elements is divided by how many, or what part, the mask leaves, by values.
+
+    Not if it leaves as many in each of several rows, as it then does in each batch.
+    """
+    name, divisors = term.node.name(), _tensors_divided_by(term)
+    if not divisors or name not in _SUMS | _MEANS:
+        return False
+    node, mask = _next(term.node), None
+    constant: Any
+    for _ in range(16):
+        if node is None or len(_inner(node)) != 1:
+            break
+        constant = _constant(node) if node.name() in _PRODUCTS and not _is_packed(node) else None
+        if _is_mask(constant):
+            mask = constant.detach().double()
+            break
+        node = _next(node)
+    if mask is None:
+        return False
+    left = mask.mean() if name in _MEANS else mask.sum()
+    if mask.dim() != len(_sizes(term.node)) or mask.shape[0] % rows or (rows > 1 and mask.shape[0] == 1):
+        return False  # Of features, the same for every row.
+    each = mask.reshape(rows, -1).sum(1)
+    if rows > 1 and bool((each == each[0]).all()):
+        return False
+    return any(math.isclose(float(by), float(left), rel_tol=1e-5) for by in divisors)
 
 
 def _is_function_of_a_number(node: Any) -> bool:

@@ -44,6 +44,10 @@ _NORMALISE = (
 )
 
 
+_MOST_LOOKS = 1024
+"""Losses of a model after which none is looked at any more."""
+
+
 @final
 class LossChecks:
     """Checks of losses that each kind of loss, and each model, passes once.
@@ -56,8 +60,12 @@ class LossChecks:
     def __init__(self, topology: Topology, *, count_items: bool) -> None:
         self._topology, self._count_items = topology, count_items
         self._dp_size, self._dp_rank = topology.dp_size, topology.dp_rank
-        self.looked_at: set[int] = set()
-        """Models whose loss was checked for being a mean over labels."""
+        self._looked_at: dict[int, int] = {}
+        """Number of losses that each model has had, until one of them was warned of."""
+        self._first_rows: dict[int, int] = {}
+        """Rows of the first batch of each model, 0 where they are not known."""
+        self._rows_meet: set[int] = set()
+        """Models that were said to join rows in forward."""
         self._judged: set[tuple[Any, ...]] = set()
         """Kinds of losses that were looked at for being a sum over the batch."""
         self._factors: dict[tuple[Any, ...], Factors] = {}
@@ -66,7 +74,7 @@ class LossChecks:
 
     def forget(self) -> None:
         """Repeat all checks with the next loss."""
-        for known in (self.looked_at, self._judged, self._factors):
+        for known in (self._looked_at, self._first_rows, self._rows_meet, self._judged, self._factors):
             known.clear()
         self._warned_rows = False
 
@@ -75,6 +83,8 @@ class LossChecks:
     ) -> None:
         """Warn once per model of hooks on activations, of rows that meet, and of a loss that is no mean over its rows.
 
+        Of a model's losses 1, 2, 4, 8, ... are looked at, until one was warned of: padding may begin in a later batch.
+
         Args:
             loss: of the model.
             model: that it belongs to.
@@ -82,14 +92,20 @@ class LossChecks:
             steps: micro-batches in a full window.
             by_items: the loss is a sum over items.
         """
-        self.looked_at.add(model.index)
+        looks = self._looked_at[model.index] = self._looked_at.get(model.index, 0) + 1
+        if looks & (looks - 1) or looks > _MOST_LOOKS:
+            return
+        if looks == 1:
+            self._say_world_size(loss, model, rows)
         if model.backward_hooks is not None:
             self._say_hooked(model.backward_hooks.found(), model)
             model.backward_hooks = None
         if by_items or self._dp_size * steps == 1 or self._topology.rank:
             return
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
-        if number > 1:
+        if self._first_rows.setdefault(model.index, number) != number:
+            return  # A short batch, or one of another loader.
+        if number > 1 and model.index not in self._rows_meet:
             self._say_how_rows_meet(loss, model, number, steps)
         if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
             logger.warning(
@@ -102,10 +118,10 @@ class LossChecks:
                 self._dp_size,
                 steps,
             )
-            return
-        if number > 1 and loss.grad_fn is not None and (found := why_no_mean_of_rows(loss, number)):
+            self._looked_at[model.index] = _MOST_LOOKS
+        elif number and loss.grad_fn is not None and (found := why_no_mean_of_rows(loss, number, self._dp_size)):
             logger.warning(
-                "backward() was given a loss that is not the mean of what the %d rows of this batch give each: %s. "
+                "backward() was given a loss that is not the mean of what the %d row(s) of this batch give each: %s. "
                 "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
                 "not that of all rows. %s",
                 number,
@@ -114,8 +130,9 @@ class LossChecks:
                 steps,
                 _GATHER if found.rows_meet else _NORMALISE if found.normalised else _SUM,
             )
+            self._looked_at[model.index] = _MOST_LOOKS
 
-    def say_world_size(self, loss: Tensor, model: PreparedModel, rows: Rows | None) -> None:
+    def _say_world_size(self, loss: Tensor, model: PreparedModel, rows: Rows | None) -> None:
         """Warn once where a loss is multiplied by all processes, of which some share a model and see the same rows."""
         world = self._topology.world_size
         if world == self._dp_size or not num_processes_was_read():
@@ -136,6 +153,7 @@ class LossChecks:
         # Batch norms were named in prepare.
         named = any(isinstance(layer, _BatchNorm) for layer in model.source.modules())
         if loss.grad_fn is not None and (why := how_rows_meet_in_model(loss, rows, batch_norms=not named)):
+            self._rows_meet.add(model.index)
             logger.warning(
                 "%s joins the %d rows of this batch in forward: %s. Over %d data-parallel rank(s) and windows of %d "
                 "micro-batch(es) those are the rows of one process and one micro-batch: training is not that of one "

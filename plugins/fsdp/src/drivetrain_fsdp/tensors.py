@@ -536,7 +536,9 @@ def _whole(tensor: DTensor) -> Tensor:
     else:
         alone: Any = tensor.detach()
         whole = alone.full_tensor()
-    return with_strides(whole, tensor.stride())
+    strides = tensor.stride()
+    # The last step of torch's own quantile() is squeeze_, which leaves the strides of a DTensor as they were.
+    return with_strides(whole, strides) if len(strides) == whole.dim() else whole
 
 
 def _keep_strides(operands: tuple[Any, ...], result: Any) -> None:

@@ -7,14 +7,18 @@ Pipelines and tensor-parallel plans run trial forwards, and split the script's f
 
 from __future__ import annotations
 
-import copy
+import itertools
 import logging
+import pickle
 import random
 import warnings
+import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -27,6 +31,25 @@ OF_TORCH = frozenset({*vars(nn.Module()), "_compiled_call_impl", "_drivetrain"})
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, type)
 _numpy = np.random
+_TEE: Any = type(itertools.tee((), 1)[0])
+
+_GENERATORS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]], ...] = (
+    (torch.Generator, lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    (random.Random, lambda one: one.getstate(), lambda one, state: one.setstate(state)),
+    (_numpy.RandomState, lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    (
+        _numpy.Generator,
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+)
+"""Generators of random numbers: their classes, and functions that read and set their state."""
+
+_LIBRARIES = frozenset({"torch", "transformers", "drivetrain_megatron"})
+"""Packages whose forwards and hooks keep nothing in variables outside of a module."""
+
+_FEW = 100
+"""Elements of a container outside of a module that are compared; a larger one is data."""
 
 
 @contextmanager
@@ -54,13 +77,15 @@ class Place(NamedTuple):
 
     Args:
         path: name of the module.
-        name: of the attribute or buffer.
+        name: of the attribute or buffer, or of a variable outside of the module that its forward names.
         buffer: it is a buffer.
+        owned: it belongs to the module.
     """
 
     path: str
     name: str
     buffer: bool
+    owned: bool = True
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}" if self.path else self.name
@@ -71,27 +96,23 @@ class Change:
     """A change that a forward made to an attribute or buffer.
 
     Args:
-        value: a copy of a buffer; the ``repr`` of an attribute.
-        tensors: an attribute with tensors in it, such as the last activation.
+        value: the ``repr`` of an attribute, without the values of tensors.
+        tensors: copies of a buffer, or of the tensors in an attribute, such as the last activation.
     """
 
-    value: Tensor | str
-    tensors: bool = False
+    value: str
+    tensors: tuple[Tensor, ...] = ()
 
     def same(self, other: Change | None) -> bool:
         """Whether another forward left the same."""
-        if other is None or self.tensors != other.tensors:
+        if other is None or self.value != other.value or len(self.tensors) != len(other.tensors):
             return False
-        if isinstance(self.value, Tensor) and isinstance(other.value, Tensor):
-            return self.value.shape == other.value.shape and torch.allclose(
-                # Power iterations in another order of rows differ in the last digits.
-                self.value.double(),
-                other.value.double(),
-                rtol=1e-4,
-                atol=1e-6,
-                equal_nan=True,
-            )
-        return bool(self.value == other.value)
+        return all(
+            one.shape == two.shape
+            # Power iterations in another order of rows differ in the last digits.
+            and torch.allclose(one.double(), two.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+            for one, two in zip(self.tensors, other.tensors, strict=True)
+        )
 
 
 @final
@@ -104,6 +125,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.named_modules())
+        for _, part in self._modules:
+            _make_iterators_copyable(part)
         memo: dict[int, _Saved] = {}
         self._attributes = [
             {name: _saved(value, memo) for name, value in vars(part).items() if name not in OF_TORCH}
@@ -113,6 +136,11 @@ class ModuleState:
             {name: (one, _clone(one)) for name, one in part._buffers.items()}  # noqa: SLF001 (also those without value)
             for _, part in self._modules
         ]
+        self._outside = [
+            (Place(path, name, False, owned=False), read, write, _saved(read(), memo))
+            for path, part in self._modules
+            for name, read, write in _outside(part)
+        ]
 
     def changes(self) -> dict[Place, Change]:
         """Return what has changed. Buffers registered since then are caches, and are left out."""
@@ -121,12 +149,29 @@ class ModuleState:
             for name, (one, before) in buffers.items():
                 now = part._buffers.get(name)  # noqa: SLF001
                 if now is not None and not (now is one and _equal(now, before)):
-                    found[Place(path, name, True)] = Change(now.detach().clone())
+                    found[Place(path, name, True)] = Change("", (now.detach().clone(),))
             for name, value in vars(part).items():
                 if name in OF_TORCH or (name in attributes and attributes[name].unchanged(value)):
                     continue
-                found[Place(path, name, False)] = Change(_told(value), _has_tensors(value))
+                found[Place(path, name, False)] = Change(_told(value), tuple(_tensors(value)))
+        for place, read, _, saved in self._outside:
+            if not saved.unchanged(read()):
+                found[place] = Change(_told(read()))
         return found
+
+    def tensors_kept(self) -> dict[Place, Any]:
+        """Return copies of the attributes with tensors that have changed."""
+        return {
+            place: _saved(vars(part)[place.name], {})
+            for place, change in self.changes().items()
+            if change.tensors and not place.buffer and (part := dict(self._modules)[place.path]) is not None
+        }
+
+    def put(self, kept: Mapping[Place, Any]) -> None:
+        """Give attributes the values that :meth:`tensors_kept` has returned."""
+        modules = dict(self._modules)
+        for place, saved in kept.items():
+            setattr(modules[place.path], place.name, saved.back())
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -141,6 +186,9 @@ class ModuleState:
                 if one is not None and before is not None and not _equal(one, before):
                     one.copy_(before)
                 part._buffers[name] = one  # noqa: SLF001
+        for _, read, write, saved in self._outside:
+            if not saved.unchanged(read()):
+                write(saved.back())
 
 
 @contextmanager
@@ -169,6 +217,8 @@ class Once:
         chosen: dict[nn.Module, set[str]] = {}
         for place in places:
             chosen.setdefault(module.get_submodule(place.path), set()).add(place.name)
+        for part in chosen:
+            _make_iterators_copyable(part)
         self._buffers = [
             (part, name, part._buffers[name], _clone(part._buffers[name]))  # noqa: SLF001
             for part, names in chosen.items()
@@ -197,16 +247,18 @@ class Once:
         """All forwards have run; with ``keep`` what one of them left stays, else nothing."""
         self._note()
         for part, name, one, before in self._buffers:
-            part._buffers[name] = one  # noqa: SLF001
             left = self._left.get((id(part), name), before) if keep else before
-            if one is not None and left is not None:
+            part._buffers[name] = one  # noqa: SLF001
+            if one is not None and left is not None and one.shape != left.shape:
+                part._buffers[name] = left  # noqa: SLF001
+            elif one is not None and left is not None:
                 # Not a change of version: what autograd kept was read before.
                 one.data.copy_(left)
         self._attributes_back()
         if keep:
             for part, name, _ in self._attributes:
                 if (id(part), name) in self._left:
-                    vars(part)[name] = self._left[id(part), name]
+                    vars(part)[name] = self._left[id(part), name].back()
 
     def _note(self) -> None:
         for part, name, _, before in self._buffers:
@@ -215,7 +267,7 @@ class Once:
                 self._left[id(part), name] = now.detach()
         for part, name, saved in self._attributes:
             if name in vars(part) and (saved is None or not saved.unchanged(vars(part)[name])):
-                self._left[id(part), name] = copy.copy(vars(part)[name])
+                self._left[id(part), name] = _saved(vars(part)[name], {})
 
     def _attributes_back(self) -> None:
         for part, name, saved in self._attributes:
@@ -261,7 +313,16 @@ class _Saved:
         value, inside = self.value, self.inside
         if inside is None:
             return value
-        if isinstance(value, Tensor):
+        generator = _generator(value)
+        if generator is not None:
+            generator[1](value, inside)
+        elif isinstance(value, _TEE):
+            # The copy stays as it is, for the next time.
+            return inside.__copy__()
+        elif isinstance(value, FunctionType):
+            for cell, one in inside:
+                cell.cell_contents = one.back()
+        elif isinstance(value, Tensor):
             if not _equal(value, inside):
                 value.copy_(inside)
         elif isinstance(value, dict):
@@ -288,6 +349,13 @@ class _Saved:
         inside = self.inside
         if inside is None:
             return True
+        generator = _generator(now)
+        if generator is not None:
+            return _digest(generator[0](now)) == _digest(inside)
+        if isinstance(now, _TEE):
+            return False
+        if isinstance(now, FunctionType):
+            return all(one.unchanged(cell.cell_contents) for cell, one in inside)
         if isinstance(now, Tensor):
             return _equal(now, inside)
         if isinstance(now, set):
@@ -304,7 +372,14 @@ def _saved(value: Any, memo: dict[int, _Saved]) -> _Saved:
     if id(value) in memo:
         return memo[id(value)]
     memo[id(value)] = made = _Saved(value)
-    if isinstance(value, Tensor):
+    generator = _generator(value)
+    if generator is not None:
+        made.inside = generator[0](value)
+    elif isinstance(value, _TEE):
+        made.inside = value.__copy__()
+    elif isinstance(value, FunctionType):
+        made.inside = [(cell, _saved(cell.cell_contents, memo)) for cell in _cells(value)] or None
+    elif isinstance(value, Tensor):
         made.inside = None if isinstance(value, nn.Parameter) else _clone(value)
     elif isinstance(value, dict):
         made.inside = {key: _saved(one, memo) for key, one in value.items()}
@@ -315,6 +390,66 @@ def _saved(value: Any, memo: dict[int, _Saved]) -> _Saved:
     elif _is_record(value):
         made.inside = {key: _saved(one, memo) for key, one in vars(value).items()}
     return made
+
+
+def _generator(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    """Return the functions that read and set the state of a generator of random numbers."""
+    return next(((read, write) for kind, read, write in _GENERATORS if isinstance(value, kind)), None)
+
+
+def _digest(state: Any) -> int:
+    return zlib.crc32(state.numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state))
+
+
+def _make_iterators_copyable(part: nn.Module) -> None:
+    """Replace Python's own iterators among the attributes of a module by ones that give the same and can be copied."""
+    for name, value in list(vars(part).items()):
+        of_python = isinstance(value, Iterator) and type(value).__module__ in {"builtins", "itertools"}
+        if of_python and not isinstance(value, _TEE):
+            setattr(part, name, itertools.tee(value, 1)[0])
+
+
+def _cells(function: FunctionType) -> list[CellType]:
+    """Return the variables of a function around another that are small enough to be compared."""
+    return [cell for cell in function.__closure__ or () if _is_filled(cell) and _is_small(cell.cell_contents)]
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 (reading raises where there is none)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value outside of a module is a number, or a small container of numbers, or a generator of them."""
+    if isinstance(value, (list, dict, set, deque)):
+        content = value.values() if isinstance(value, dict) else value
+        return len(value) <= _FEW and all(isinstance(one, _PLAIN) for one in content)
+    return isinstance(value, _PLAIN) or _generator(value) is not None
+
+
+def _outside(part: nn.Module) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+    """Variables outside of a module that its forward and its hooks name, and functions that read and set them."""
+    hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())  # noqa: SLF001 (no public list of them)
+    forwards = [kind.__dict__["forward"] for kind in type(part).__mro__ if "forward" in kind.__dict__]
+    for called in (*forwards, *([vars(part)["forward"]] if "forward" in vars(part) else []), *hooks):
+        owner, function = getattr(called, "__self__", None), getattr(called, "__func__", called)
+        if not isinstance(function, FunctionType) or function.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        scope = function.__globals__
+        for name in function.__code__.co_names:
+            if name in scope and not isinstance(scope[name], type) and _is_small(scope[name]):
+                yield f"global {name}", partial(scope.__getitem__, name), partial(scope.__setitem__, name)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if _is_filled(cell) and _is_small(cell.cell_contents):
+                read = partial(getattr, cell, "cell_contents")
+                yield f"nonlocal {name}", read, partial(setattr, cell, "cell_contents")
+        if owner is not None and _is_record(owner):
+            for name, value in vars(owner).items():
+                if _is_small(value):
+                    yield f"{type(owner).__name__}.{name}", partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 def _is_record(value: Any) -> bool:
@@ -340,16 +475,21 @@ def _equal(value: Tensor | None, before: Tensor | None) -> bool:
     return torch.equal(value, before) or bool(torch.allclose(value.double(), before.double(), 0, 0, equal_nan=True))
 
 
-def _has_tensors(value: Any, depth: int = 4) -> bool:
+def _tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Copies of the tensors in an attribute that have values."""
     if isinstance(value, Tensor):
-        return True
-    if isinstance(value, _PLAIN) or depth == 0:
-        return False
-    if isinstance(value, dict):
-        return any(_has_tensors(one, depth - 1) for one in value.values())
-    if isinstance(value, (list, tuple, deque, set)):
-        return any(_has_tensors(one, depth - 1) for one in value)
-    return _is_record(value) and any(_has_tensors(one, depth - 1) for one in vars(value).values())
+        made = _clone(value)
+        yield torch.empty(0) if made is None else made
+    elif not isinstance(value, _PLAIN) and depth:
+        inner: Iterable[Any] = ()
+        if isinstance(value, dict):
+            inner = value.values()
+        elif isinstance(value, (list, tuple, deque, set)):
+            inner = value
+        elif _is_record(value):
+            inner = vars(value).values()
+        for one in inner:
+            yield from _tensors(one, depth - 1)
 
 
 def _told(value: Any, depth: int = 4) -> str:
@@ -358,6 +498,11 @@ def _told(value: Any, depth: int = 4) -> str:
         return repr(value)
     if isinstance(value, Tensor) or depth == 0:
         return type(value).__name__
+    generator = _generator(value)
+    if generator is not None:
+        return f"{type(value).__name__} at {_digest(generator[0](value)):x}"
+    if isinstance(value, FunctionType):
+        return _told([cell.cell_contents for cell in _cells(value)], depth - 1)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_told(one, depth - 1)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple, deque)):

@@ -126,6 +126,7 @@ def _cut(module: nn.Module, done: TensorParallel) -> None:
                 uses.setdefault(user, []).append(use)
     for user, wanted in uses.items():
         done.undo.append(_install(user, wanted, ring))
+    done.undo.append(_WholeForHooks(module).undo)
 
 
 def _homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
@@ -237,6 +238,39 @@ def _install(user: nn.Module, uses: list[_Use], ring: Ring) -> Callable[[], None
             handle.remove()
 
     return undo
+
+
+def _whole_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return whole_tensors((args, kwargs))
+
+
+def _whole_output(_: nn.Module, _args: Any, output: Any) -> Any:
+    return whole_tensors(output)
+
+
+class _WholeForHooks:
+    """Gives modules with backward hooks whole inputs and outputs, so that the hooks get whole gradients.
+
+    Args:
+        module: the whole model, with each forward of which new hooks are looked for.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._handles: dict[nn.Module, list[Any]] = {}
+        self._look_handle = module.register_forward_pre_hook(self._look)
+
+    def _look(self, module: nn.Module, _: Any) -> None:
+        for part in module.modules():
+            if (part._backward_hooks or part._backward_pre_hooks) and part not in self._handles:  # noqa: SLF001
+                self._handles[part] = [
+                    part.register_forward_pre_hook(_whole_inputs, with_kwargs=True),
+                    part.register_forward_hook(_whole_output),
+                ]
+
+    def undo(self) -> None:
+        """Take the hooks off the modules again."""
+        for handle in (self._look_handle, *(one for several in self._handles.values() for one in several)):
+            handle.remove()
 
 
 def whole_tensors(value: Any) -> Any:

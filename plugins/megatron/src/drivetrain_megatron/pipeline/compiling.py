@@ -19,13 +19,29 @@ from torch import Tensor
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.module_state import quiet_fake_tensors
 from drivetrain_megatron.pipeline.batches import Rows
-from drivetrain_megatron.pipeline.deferred import TRAIN_STEP, Node
-from drivetrain_megatron.pipeline.replay import SCALED, WHOLE, Along, Choice, LossFunction, Program, Way, arguments, run
+from drivetrain_megatron.pipeline.deferred import BY_MASK, TRAIN_STEP, Node
+from drivetrain_megatron.pipeline.replay import (
+    SCALED,
+    WHOLE,
+    Along,
+    Choice,
+    LossFunction,
+    Program,
+    Way,
+    arguments,
+    autocast_of,
+    run,
+)
 from drivetrain_megatron.pipeline.skeleton import NO_VALUE
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 _MOST_TRIALS = 64
 """Ways of cutting that are tried; a recording with more tensors that could be cut or not is refused."""
+
+_MOST_ELEMENTS = 2**22
+"""Elements of the outputs that a trial of all rows computes with; larger outputs are tried on three rows only."""
+
+_DRAWS_OF_REDUCTIONS = 16
 
 _CANNOT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 """Exceptions of torch for shapes that do not fit; its functions for fake tensors assert."""
@@ -60,13 +76,21 @@ def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tenso
     for choices, kind in itertools.islice(itertools.product(itertools.product(*options), kinds), _MOST_TRIALS):
         program = Program(choices, frontier, kind)
         problem = wrong(program, nodes, rows, part_outputs)
+        if not problem and nodes[-1].trains and _bends(program, nodes):
+            problem = "its gradient depends on a mean or sum over the whole batch, which is not linear in it"
         if not problem:
             return program
     raise UnsupportedError(
         f"this loss on the output of a pipelined model cannot be computed on one micro-batch at a time: {problem}",
         cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece, where a loss uses samples "
-        f"together, as pairs or contrasts. {TRAIN_STEP}",
+        f"together, as pairs or contrasts. {BY_MASK if _indexes(nodes) else TRAIN_STEP}",
     )
+
+
+def _indexes(nodes: Sequence[Node]) -> bool:
+    """Whether a recording takes elements at given places, as an index by a mask does."""
+    found = (leaf for node in nodes if node.func is Tensor.__getitem__ for leaf in leaves(node.args[1]))
+    return any(isinstance(one, Tensor) for one in found)
 
 
 def uncut(nodes: Sequence[Node]) -> Program:
@@ -110,7 +134,8 @@ def _options(
             raise UnsupportedError(
                 f"{getattr(node.func, '__name__', node.func)} on the output of a pipelined model cannot be computed on "
                 "one micro-batch at a time",
-                cure=TRAIN_STEP,
+                cure=f"Write megatron.num_micro_batches: 1, which keeps the batch in one piece. "
+                f"{BY_MASK if _indexes(nodes) else TRAIN_STEP}",
             )
         options.append([choice for choice, _ in able])
         results[id(node)] = able[0][1]
@@ -154,8 +179,65 @@ def _varies(whole: Any, part: Any) -> bool:
     )
 
 
+def _bends(program: Program, nodes: Sequence[Node]) -> bool:
+    """Whether what follows the reductions over the batch is not linear in them, as a clamp of the mean loss.
+
+    A part of the batch would go through another piece of such a function than the whole, if not in a trial then later
+    in the training. So it is computed between random values of both signs and many sizes.
+    """
+    places = set(program.frontier)
+    after: list[Node] = []
+    known = {id(node) for place, node in enumerate(nodes) if place in places}
+    for place, node in enumerate(nodes):
+        if place not in places and any(id(one) in known for one in node.inputs()):
+            after.append(node)
+            known.add(id(node))
+    if not after or id(nodes[-1]) not in known:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    frontier = [nodes[place] for place in program.frontier]
+    tolerance = max(1e-4, 8 * torch.finfo(nodes[-1].absent.dtype).eps)
+    with torch.no_grad():
+        for _ in range(_DRAWS_OF_REDUCTIONS):
+            ends = [[_of_any_size(node.absent, generator) for node in frontier] for _ in range(2)]
+            middle = [(one + other) / 2 if one.is_floating_point() else one for one, other in zip(*ends, strict=True)]
+            ends[1] = [two if two.is_floating_point() else one for one, two in zip(*ends, strict=True)]
+            values = [
+                _after(after, {id(node): value for node, value in zip(frontier, point, strict=True)})
+                for point in (*ends, middle)
+            ]
+            first, second, between = (float(value) for value in values)
+            close = tolerance * max(abs(first), abs(second), 1.0)
+            if math.isfinite(first + second) and not abs((first + second) / 2 - between) <= close:
+                return True
+    return False
+
+
+def _of_any_size(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random values of both signs, from a thousandth to a thousand; counts from 1 to 9."""
+    if not like.is_floating_point():
+        return torch.randint(1, 10, like.shape, generator=generator).to(like.device, like.dtype)
+    sizes = 10 ** (6 * torch.rand(like.shape, generator=generator, dtype=torch.float64) - 3)
+    signs = torch.randint(0, 2, like.shape, generator=generator) * 2 - 1
+    return (sizes * signs).to(like.device, like.dtype)
+
+
+def _after(nodes: Sequence[Node], results: dict[int, Any]) -> Tensor:
+    """The last of some nodes, from the values of the first."""
+    for node in nodes:
+        assert node.func is not None, "an output of the model follows no other node"
+        args, kwargs = rebuilt(
+            (node.args, node.kwargs),
+            [results[id(leaf)] if isinstance(leaf, Node) else leaf for leaf in leaves((node.args, node.kwargs))],
+        )
+        with autocast_of(node):
+            results[id(node)] = node.func(*args, **kwargs)
+    value: Tensor = results[id(nodes[-1])]
+    return value
+
+
 def wrong(program: Program, nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]) -> str:
-    """Whether the parts do not add up, on a few rows of random outputs; the reason, or nothing.
+    """Whether the parts do not add up, on random outputs; the reason, or nothing.
 
     Args:
         program: what is tried.
@@ -164,8 +246,18 @@ def wrong(program: Program, nodes: Sequence[Node], rows: Rows, part_outputs: Map
         part_outputs: as for :func:`compiled`.
     """
     few = Rows((0, 1, min(3, rows.size)))
+    problem = _wrong_on(few, 0, program, nodes, rows, part_outputs)
+    if not problem and sum(node.absent.numel() for node in nodes if node.func is None) <= _MOST_ELEMENTS:
+        # Constants, as in losses[:4], may concern more rows than the few.
+        problem = _wrong_on(rows, 1, program, nodes, rows, part_outputs)
+    return problem
+
+
+def _wrong_on(
+    few: Rows, seed: int, program: Program, nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]
+) -> str:
     small = _shrunk(nodes, program, rows, few.size)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     outputs = {
         node.place: _Output(node.absent, part_outputs[node.place], rows, few, generator)
         for node in nodes

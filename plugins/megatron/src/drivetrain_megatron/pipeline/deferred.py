@@ -25,6 +25,19 @@ _IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
 }
 """Operations that accumulate totals: ``total += loss.detach()``."""
 
+BY_MASK = (
+    "Write (values * mask).sum() / mask.sum() in place of an index by a mask, and ignore_index for labels that do not "
+    "count."
+)
+
+_READING = frozenset(
+    {"numpy", "__array__", "__dlpack__", "__float__", "__int__", "__index__", "__bool__", "__complex__"}
+)
+"""Methods that give a tensor's values to Python or to another library; not all of them raise for fake tensors."""
+
+_DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+"""Functions whose result takes no part in gradients."""
+
 _REFUSED = frozenset({"register_hook", "retain_grad", "grad", "register_post_accumulate_grad_hook", "__set__"})
 
 
@@ -62,7 +75,7 @@ class Node:
         autocast: the dtype of an autocast context around it.
     """
 
-    __slots__ = ("absent", "args", "autocast", "call", "early", "func", "grad", "kwargs", "place", "value")
+    __slots__ = ("absent", "args", "autocast", "call", "early", "func", "grad", "kwargs", "place", "trains", "value")
 
     def __init__(
         self,
@@ -77,6 +90,11 @@ class Node:
     ) -> None:
         self.call, self.absent, self.func, self.args, self.kwargs = call, absent, func, args, kwargs or {}
         self.place, self.grad, self.autocast = place, grad, autocast
+        sources = self.inputs()
+        self.trains: bool = grad and func not in _DETACHING and (not sources or any(one.trains for one in sources))
+        """Whether a gradient flows through it to the model, if its dtype can have one."""
+        if isinstance(absent, Tensor) and not (absent.is_floating_point() or absent.is_complex()):
+            self.trains = False
         self.value: Any = None
         """Once it is known."""
         self.early: Any = None
@@ -99,6 +117,9 @@ class Deferred(Tensor):
     What torch does with it is recorded. Reading its value before backward (``item()``, ``print``, ``if``) runs the
     model once more, forward only, and gives the right value. Once the value is known it behaves as a plain tensor.
     """
+
+    RECORDS = True
+    """Other subclasses leave calls with such a tensor to this one."""
 
     node: Node
 
@@ -157,13 +178,25 @@ def _recorded(func: Any, name: str, args: Any, kwargs: Any, nodes: list[Node]) -
     calls = {id(node.call): node.call for node in unknown}
     if len(calls) > 1:
         raise _joined(name, {id(call.model) for call in calls.values() if call is not None})
+    if name == "__iter__":
+        return iter(torch.unbind(args[0]))
+    trains = torch.is_grad_enabled() and any(node.trains for node in unknown)
+    if trains and name == "masked_select" and _is_mask(mask := args[1] if len(args) > 1 else kwargs.get("mask")):
+        value = args[0] if args else kwargs["input"]
+        shape = torch.broadcast_shapes(value.shape, mask.shape)  # type: ignore[no-untyped-call]
+        return torch.broadcast_to(value, shape)[mask.expand(shape)]
+    if trains and name == "__getitem__":
+        args = (args[0], _without_masks(args[1]))
     try:
+        if name in _READING:
+            raise NO_VALUE[0](func)
         absent = func(*_absents(args), **_absents(kwargs))
     except NO_VALUE:
-        return func(*_read(args), **_read(kwargs))
+        return func(*_read(args, name), **_read(kwargs, name))
     for leaf in leaves((args, kwargs)):
         # Each rank has its own of these, and only the last stage's would get a gradient.
         if isinstance(leaf, Tensor) and not isinstance(leaf, Deferred) and (leaf.requires_grad or is_absent(leaf)):
+            refuse_read(leaf)
             raise UnsupportedError(
                 f"{name} joins the output of a pipelined model with parameters, or with what was computed from them, "
                 "outside of its forward",
@@ -280,8 +313,68 @@ def _absent(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.grad_fn is not None else leaf
 
 
-def _read(tree: Any) -> Any:
-    return _mapped(tree, lambda one: read(one.node))
+def _is_mask(value: Any) -> bool:
+    """Whether an index is a mask whose values are known."""
+    return isinstance(value, Tensor) and value.dtype is torch.bool and not isinstance(value, Deferred)
+
+
+def _without_masks(index: Any) -> Any:
+    """An index with the places of the true elements instead of masks: the shape of the result is known then."""
+    several = index if isinstance(index, tuple) else (index,)
+    if not any(_is_mask(one) and one.dim() for one in several):
+        return index
+    return tuple(
+        place for one in several for place in (one.nonzero(as_tuple=True) if _is_mask(one) and one.dim() else (one,))
+    )
+
+
+def _read(tree: Any, reader: str) -> Any:
+    return _mapped(tree, lambda one: _with_history(one.node, reader))
+
+
+def _with_history(node: Node, reader: str) -> Any:
+    """A node's value, with a graph that refuses to go backward if a gradient would flow through the node."""
+    value = read(node)
+    if not (torch.is_grad_enabled() and node.trains and isinstance(value, Tensor)):
+        return value
+    return _Read.apply(value.detach().requires_grad_(), reader)  # type: ignore[no-untyped-call]
+
+
+class _Read(torch.autograd.Function):
+    """Passes a value on that was read before backward, through which no gradient can come."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, reader: str) -> Tensor:
+        """Return the value; ``reader`` is the function that needed it."""
+        ctx.drivetrain_reader = reader
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse."""
+        raise _no_gradient(ctx.drivetrain_reader)
+
+
+def refuse_read(value: Tensor) -> None:
+    """Raise if a tensor was computed, with gradients, from values that were read of an output before backward."""
+    following, seen = [value.grad_fn], set()
+    while following:
+        one = following.pop()
+        if one is None or one in seen:
+            continue
+        seen.add(one)
+        reader = getattr(one, "drivetrain_reader", None)
+        if reader is not None:
+            raise _no_gradient(reader)
+        following += [before for before, _ in one.next_functions]
+
+
+def _no_gradient(reader: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{reader} needs values of a pipelined model's output before backward, and no gradient flows through a loss "
+        "or a part of one that is computed from them",
+        cure=f"{BY_MASK} Call .detach() on what the gradient shall pass by. {TRAIN_STEP}",
+    )
 
 
 def _values(tree: Any) -> Any:

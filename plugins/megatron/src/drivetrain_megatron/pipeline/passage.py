@@ -311,6 +311,7 @@ def whole_output(skeleton: Skeleton, timeline: Timeline) -> Any:
     return rebuilt(timeline.output, found)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def writable(tensor: Tensor) -> Tensor:
     """The same memory as a tensor that forward may change in place, which autograd refuses of a leaf and its views."""
     trained = tensor.requires_grad and torch.is_grad_enabled()

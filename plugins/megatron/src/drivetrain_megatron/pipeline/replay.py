@@ -148,7 +148,7 @@ def run(program: Program, nodes: Sequence[Node], rows: Rows, index: int, outputs
             results[id(node)] = outputs[node.place]
             continue
         args, kwargs = arguments(node, choice, rows, index, results)
-        with torch.set_grad_enabled(node.grad), _autocast(node):
+        with torch.set_grad_enabled(node.grad), autocast_of(node):
             results[id(node)] = _apply(node, args, kwargs, len(rows))
             if isinstance(node.func, LossFunction) and len(rows) > 1:
                 weight = 1.0 if program.kind == "sum" else rows.count(index) / rows.size
@@ -173,6 +173,7 @@ def _whole(node: Node) -> Reduction:
     return whole
 
 
-def _autocast(node: Node) -> Any:
+def autocast_of(node: Node) -> Any:
+    """Return the autocast context in which a node was recorded."""
     device = next((leaf.device.type for leaf in leaves(node.absent) if isinstance(leaf, Tensor)), "cpu")
     return torch.autocast(device, node.autocast, enabled=node.autocast is not None)

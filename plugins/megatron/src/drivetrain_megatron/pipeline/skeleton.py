@@ -184,8 +184,9 @@ class Elsewhere(FakeTensor):
         # Torch has no public way to list them.
         before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
         self._hooks = (OrderedDict() if before is None else before, OrderedDict() if after is None else after)
-        # What the script has set, and methods that refuse hooks.
-        vars(self).update({name: its for name, its in vars(parameter).items() if name not in vars(self)})
+        # What the script has set, and methods that refuse hooks; not the one that pickles the parameter that is freed.
+        own = {*vars(self), "__reduce_ex__"}
+        vars(self).update({name: its for name, its in vars(parameter).items() if name not in own})
 
     def register_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """As torch's; see :meth:`call_hooks`."""
@@ -259,7 +260,12 @@ class Elsewhere(FakeTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if any(getattr(kind, "RECORDS", False) for kind in types):
+            return NotImplemented  # An output that is not known yet: it records the call, or refuses it.
+        return cls._called(func, args, kwargs or {})
+
+    @classmethod
+    def _called(cls, func: Any, args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
             if _KNOWN[0] or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
                 return func(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -152,10 +152,11 @@ class Trials:
             wrong = _first_line(problem)
             # Each rank finds the same, since it knows the same shapes.
             return next((one for one, *_ in self._everybody((wrong,)) if one), "")
-        wrong, changes = self._compared(whole, parts, ways)
+        wrong, changes, carries = self._compared(whole, parts, ways)
         counted, problem_here = self._states(changes)
+        problem_here = problem_here or carries
         spanning = {str(place): one for place, one in changes[0].items() if self._spans(place) and not one.tensors}
-        told = self._everybody((wrong, problem_here, {name: str(one.value) for name, one in spanning.items()}))
+        told = self._everybody((wrong, problem_here, {name: one.value for name, one in spanning.items()}))
         for one, other, _ in told:
             if one or other:
                 return str(one or other)
@@ -167,22 +168,32 @@ class Trials:
 
     def _compared(
         self, whole: Arguments, parts: Sequence[Arguments], ways: Sequence[Passage]
-    ) -> tuple[str, list[dict[Place, Change]]]:
-        """Return how outputs of parts differ, and the state that each forward changed: full batch twice, parts."""
+    ) -> tuple[str, list[dict[Place, Change]], str]:
+        """Return how outputs of parts differ, the state that each forward changed, and what it carries on.
+
+        The forwards are those of the full batch, twice in a row, and of the parts, each from the state before. A last
+        one starts from the tensors alone that a full batch has left in attributes: they may be a cache that nothing
+        reads, as the last activation is, or what the next forward goes on with, as a recurrent state.
+        """
         state = ModuleState(self._module)
         outputs: list[list[Any]] = []
         changes: list[dict[Place, Change]] = []
         problem = ""
-        adjusting: list[Adjusting | None] = [None] * 4
+        adjusting: list[Adjusting | None] = [None] * (len(parts) + 3)
+        kept: Mapping[Place, Any] = {}
+        carried: Mapping[Place, Any] = {}
         with same_randomness(self._device), without_gradients():
             if self._last:
                 counts = self._planner.counts(whole, ways[0])
-                adjusting = [None, None, *(Adjusting(counts, len(parts)) if counts else None for _ in parts)]
-            runs = [(whole, ways[0]), (whole, ways[0]), *zip(parts, ways[1:], strict=True)]
+                adjusting[2:-1] = [Adjusting(counts, len(parts)) if counts else None for _ in parts]
+            runs = [(whole, ways[0]), (whole, ways[0]), *zip(parts, ways[1:], strict=True), (whole, ways[0])]
             try:
-                for (given, way), adjusted in zip(runs, adjusting, strict=True):
-                    if len(changes) != 1:
+                for number, ((given, way), adjusted) in enumerate(zip(runs, adjusting, strict=True)):
+                    if number != 1:
                         state.restore()
+                    if number == len(runs) - 1:
+                        carried = {place: one for place, one in kept.items() if not _is_counted(place, changes)}
+                        state.put(carried)
                     steady.start()
                     with steady.Steady():  # type: ignore[no-untyped-call]
                         output, here = self._runner.attempt(given, way, adjusted)
@@ -190,18 +201,26 @@ class Trials:
                     found = leaves(output)
                     outputs.append([full_tensor(one) if isinstance(one, Tensor) else one for one in found])
                     changes.append(state.changes())
+                    if number == 0:
+                        kept = state.tensors_kept()
             finally:
                 state.restore()
         if problem or not self._last:
-            return problem, changes
-        return _differ(outputs[0], outputs[2:], self._tolerance), changes
+            return problem, changes, ""
+        carries = ""
+        if carried and _differ(outputs[0], [outputs[-1]], self._tolerance):
+            carries = (
+                f"its forward goes on from what the one before left in {', '.join(sorted(map(str, carried)))}, which "
+                "depends on the batch"
+            )
+        return _differ(outputs[0], outputs[2:-1], self._tolerance), changes[:-1], carries
 
     def _states(self, changes: Sequence[dict[Place, Change]]) -> tuple[set[Place], str]:
         """Return places that must change once per step, and the problem with the others."""
-        first, again, *parts = changes
+        first, again, *_ = changes
         counted: set[Place] = set()
         for place, change in first.items():
-            if all(change.same(part.get(place)) for part in parts):
+            if _is_counted(place, changes):
                 counted.add(place)
             elif place.buffer:
                 return set(), (
@@ -226,6 +245,11 @@ class Trials:
             return 8 * torch.finfo(compute).eps
         # Devices choose other algorithms, of TF32 too, for other sizes.
         return 1e-4 if self._device.type == "cpu" else 5e-3
+
+
+def _is_counted(place: Place, changes: Sequence[dict[Place, Change]]) -> bool:
+    """Whether the forward of each part leaves in an attribute or buffer what that of the full batch does."""
+    return place.owned and all(changes[0][place].same(part.get(place)) for part in changes[2:])
 
 
 def _form(arguments: Arguments) -> tuple[Any, ...]:

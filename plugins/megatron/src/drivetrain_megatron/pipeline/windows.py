@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drivetrain.api import Trainable, UnsupportedError, UsageError
 from drivetrain_megatron.pipeline.calls import ModelCall
-from drivetrain_megatron.pipeline.deferred import Deferred, Node
+from drivetrain_megatron.pipeline.deferred import Deferred, Node, refuse_read
 from drivetrain_megatron.pipeline.values import leaves
 
 
@@ -24,6 +24,12 @@ def deferred_loss(loss: Tensor) -> tuple[ModelCall[Any, Any], Node]:
     call = None if node is None else node.call
     if node is None or not isinstance(call, ModelCall):
         raise _refused(loss, node)
+    if not node.trains:
+        raise UsageError(
+            "this loss of a pipelined model has no gradient: it was computed under torch.no_grad, or from outputs that "
+            "were detached",
+            cure="Compute it with gradients enabled, from the outputs themselves.",
+        )
     if node.absent.dim():
         raise UsageError("backward needs one number, this loss has several", cure="Reduce it: .mean() or .sum().")
     return call, node
@@ -34,13 +40,13 @@ def _refused(loss: Tensor, node: Node | None) -> UsageError:
     if node is not None:
         what = "accelerator.backward was called a second time for one call of a pipelined model"
         return UsageError(what, cure="Add up the losses of one call, or call the model again for the second.")
+    refuse_read(loss)
     beside = "is no function of an output of the pipelined model"
     if loss.grad_fn is None:
         return UsageError(
             f"this loss {beside} in training mode, whose values are known only after backward",
             cure="Call the model in training mode with gradients enabled. To train with dropout or batch norm off, "
-            "write model.train() and then part.eval() for those modules of it, such as every part in model.children(). "
-            "A function that reads values of the output, as torch's ctc_loss does, goes into train_step's loss_fn.",
+            "write model.train() and then part.eval() for those modules of it, such as every part in model.children().",
         )
     return UsageError(
         f"this loss {beside}, but of parameters or of another model",

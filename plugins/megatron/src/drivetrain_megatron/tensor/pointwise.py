@@ -191,7 +191,7 @@ def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     get:is_cpu get:is_meta get:is_sparse get:is_quantized get:is_mkldnn get:is_mps get:is_xpu get:is_nested
     get:itemsize get:_version get:names get:output_nr get:_backward_hooks get:retains_grad get:is_xla get:is_vulkan
     get:is_ipu get:is_maia get:is_mtia is_floating_point is_complex is_signed is_contiguous element_size get_device
-    register_hook retain_grad is_inference __hash__ get:is_sparse_csr register_post_accumulate_grad_hook is_conj
+    is_inference __hash__ get:is_sparse_csr register_post_accumulate_grad_hook is_conj
     is_neg get:nbytes is_tensor is_same_size set:requires_grad can_cast result_type get:grad_dtype
     """.split()
 )

@@ -55,8 +55,10 @@ class Sharded(Tensor):
         ring: the ranks that hold the parts.
         owner: name of the parameter that this is, empty for what was computed.
         bias: for a partial sum, what is to be added once it is complete.
+        keeps_gradient: the script has called ``retain_grad``.
     """
 
+    keeps_gradient = False
     spec: Layout
     ring: Ring
     owner: str
@@ -213,10 +215,50 @@ def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-@rule("get:grad", "grad")
+@rule("grad")
+def _gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad``: gradients of shards are shards."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    found = func(*args, **kwargs)
+    several = [inputs] if isinstance(inputs, Tensor) else inputs
+    return tuple(
+        sharded(grad, part.spec, part.ring) if isinstance(part, Sharded) and grad is not None else grad
+        for grad, part in zip(found, several, strict=True)
+    )
+
+
+@rule("get:grad")
 def _gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient of a shard, plain: it returns to autograd, which handles local tensors only."""
+    """The gradient of a shard, plain: it returns to autograd, which handles local tensors only.
+
+    One that the script has asked to be kept is the whole. Collective then.
+    """
+    found = func(*args, **kwargs)
+    part = args[0]
+    if found is None or not (isinstance(part, Sharded) and part.keeps_gradient and part.spec.dim >= 0):
+        return found
+    return part.ring.collect(found, part.spec)
+
+
+@rule("retain_grad")
+def _retain_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args[0].keeps_gradient = True
     return func(*args, **kwargs)
+
+
+@rule("register_hook")
+def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook on a shard gets the whole gradient, and what it returns is cut. Collective in backward."""
+    part, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    layout, ring = part.spec, part.ring
+    if layout.dim < 0:  # A partial sum has the whole gradient.
+        return func(part, hook)
+
+    def on_whole(grad: Tensor) -> Tensor | None:
+        changed = hook(ring.gather(grad, layout))
+        return None if changed is None else ring.cut(changed, layout)
+
+    return func(part, on_whole)
 
 
 def _locals(value: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -83,6 +84,8 @@ class Trace:
         parameters: number of each parameter, by the first of its names.
         inputs: numbers of the forward's own arguments.
         outputs: numbers of the tensors in what it returned.
+        opaque: numbers of the tensors that an ``autograd.Function`` of the script or of a library takes or returns. Its
+            backward is code that no trace shows, and computes on whole tensors.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -90,6 +93,7 @@ class Trace:
     parameters: dict[str, int] = field(default_factory=dict)
     inputs: set[int] = field(default_factory=set)
     outputs: set[int] = field(default_factory=set)
+    opaque: set[int] = field(default_factory=set)
 
     def users(self) -> dict[int, list[int]]:
         """Return the calls that take each value, by index."""
@@ -117,13 +121,21 @@ class _Recorder(TorchFunctionMode):
         self._trace = trace
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
+        self._of_node: dict[Any, int] = {}
         self.scopes = [""]
 
     def number(self, tensor: Tensor) -> int:
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self._alive)
             self._alive.append(tensor)
-        return self._numbers[id(tensor)]
+        number = self._numbers[id(tensor)]
+        if tensor.grad_fn is not None:
+            if _is_opaque(tensor.grad_fn):
+                self._trace.opaque.add(number)
+                before = [node for node, _ in tensor.grad_fn.next_functions]
+                self._trace.opaque.update(self._of_node[node] for node in before if node in self._of_node)
+            self._of_node.setdefault(tensor.grad_fn, number)
+        return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,6 +155,14 @@ class _Recorder(TorchFunctionMode):
 
     def refs(self, tree: Any) -> Any:
         return tree_map(lambda leaf: Value(self.number(leaf)) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _is_opaque(node: Any) -> bool:
+    """Whether a node of autograd's graph runs the backward of a function that is none of torch's own."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function = getattr(node, "_forward_cls", None)
+    return function is None or function.__module__.partition(".")[0] != "torch"
 
 
 def record(model: nn.Module) -> Trace:
@@ -267,8 +287,11 @@ def _record(model: nn.Module, positional: Any, by_name: Any, *, low: bool) -> Tr
     trace = Trace()
     recorder = _Recorder(trace)
     calm = (_calm(model), quiet_fake_tensors(), _scopes(model, recorder))
-    with unchanged(model), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), calm[0], calm[1], calm[2]:
+    # With gradients: the graph names functions whose backward no trace shows, and forward may register hooks.
+    with unchanged(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), calm[0], calm[1], calm[2]:
         one_each = {tensor: fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        for tensor in model.parameters():
+            one_each[tensor].requires_grad_(tensor.requires_grad)
         tensors = {name: one_each[tensor] for name, tensor in _held(model)}
         trace.parameters = {name: recorder.number(one_each[one]) for name, one in model.named_parameters()}
         positional, by_name = tree_map(fake, (positional, by_name))

@@ -166,6 +166,8 @@ class Replay:
                 if any(number in self._after for number in inputs):
                     self._after.update(call.outputs)
                 continue
+            if any(number in held for number in self.trace.opaque.intersection(inputs)):
+                raise Refused
             self._step(call, held)
         if not outputs_may_be_cut and any(number in held for number in self.trace.outputs):
             raise Refused
