@@ -310,7 +310,8 @@ class Driver:
             raise UnsupportedError(
                 f"{self._guard.named(id(parameter))} was {dtype} when it was prepared and is {parameter.dtype} now: "
                 "DeepSpeed still reduces and steps it as it was",
-                cure="Change dtypes before prepare; mixed_precision computes in a lower one.",
+                cure="Change dtypes before prepare, to float32, bfloat16 or float16; mixed_precision computes in a "
+                "lower one. For float64 use distributed_type: ddp.",
             )
         self._groups.check()
         if self.writes is not None:

@@ -53,6 +53,17 @@ class MadeEngine:
     guard: Guard | None = None
 
 
+def _refuse_float64(module: nn.Module) -> None:
+    """Raise :class:`UnsupportedError` where DeepSpeed would make a model in float64 one in float32 without a word."""
+    for name, parameter in module.named_parameters():
+        if parameter.dtype is torch.float64:
+            raise UnsupportedError(
+                f"{name} of {type(module).__name__} is torch.float64, and DeepSpeed trains in float32, bfloat16 or "
+                "float16",
+                cure="Write model.float() before prepare, or distributed_type: ddp, which trains in float64.",
+            )
+
+
 def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequence[Optimizer]) -> MadeEngine:
     """Make an engine for a model and its optimizers; for evaluation without any. Collective over all ranks.
 
@@ -62,6 +73,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
     module = original_module(model)
     if not optimizers:
         return _evaluating(backend, model, module)
+    _refuse_float64(module)
     refuse_max_norm(module, backend.config.stage, backend.topology.dp_size)
     for optimizer in optimizers:
         _check(optimizer, module)
