@@ -449,3 +449,34 @@ def test_a_forward_that_writes_to_parameters_is_refused(writes: str, where: str)
         assert where in said
         assert "the write is lost" in said
         assert "after optimizer.step()" in said
+
+
+def writes_on_one_rank(kind: str) -> str:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, WIDTH)
+    try:
+        for step in range(20):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if kind == "all" or (accelerator.is_main_process and step == 1):
+                    for parameter in model.parameters():
+                        parameter.clamp_(-0.5, 0.5)
+                    model.head.weight.data.mul_(0.9)
+        accelerator.end_training()
+    except DrivetrainError as error:
+        return str(error)
+    return ""
+
+
+def test_writes_of_one_rank_alone_are_named() -> None:
+    for said in spawn(writes_on_one_rank, 2, "one"):
+        assert "write to a sharded parameter or gradient at test_fsdp_scripts.py" in said
+        assert "the ranks' copies or parts of the model were changed in different ways" in said
+
+
+def test_writes_of_all_ranks_are_left_alone() -> None:
+    assert spawn(writes_on_one_rank, 3, "all") == [""] * 3

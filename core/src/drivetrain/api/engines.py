@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.distributed import trees
     from drivetrain.distributed.rank_numbers import numbers_coordinate
     from drivetrain.distributed.rng import DeviceGenerator, register_device_generator
+    from drivetrain.distributed.watchdog import check_collective
     from drivetrain.loop.buffers import Buffers
     from drivetrain.loop.gradient_hooks import try_hook
     from drivetrain.loop.model import call_plainly
@@ -27,6 +28,7 @@ __getattr__ = on_first_use(
         "drivetrain.distributed": ("trees",),
         "drivetrain.distributed.rank_numbers": ("numbers_coordinate",),
         "drivetrain.distributed.rng": ("DeviceGenerator", "register_device_generator"),
+        "drivetrain.distributed.watchdog": ("check_collective",),
         "drivetrain.loop.buffers": ("Buffers",),
         "drivetrain.loop.gradient_hooks": ("try_hook",),
         "drivetrain.loop.model": ("call_plainly",),
@@ -39,6 +41,7 @@ __all__ = [
     "DeviceGenerator",
     "autocast",
     "call_plainly",
+    "check_collective",
     "is_taken",
     "numbers_coordinate",
     "register_device_generator",

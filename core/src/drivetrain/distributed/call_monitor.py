@@ -839,7 +839,7 @@ def _consequence(calls: Iterable[str]) -> str:
     kinds = set(calls)
     if kinds <= {"backward", "train_step"}:
         return "since then gradients of different batches, or of different losses, were added up"
-    if kinds == {"step"}:
+    if kinds == {"step"} or any(call.startswith("write to") for call in kinds):
         return "since then the ranks' copies or parts of the model were changed in different ways"
     return "since then they wait for each other, or add up gradients of different batches"
 

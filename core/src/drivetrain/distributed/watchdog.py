@@ -117,7 +117,8 @@ def log_call(call: str, frames: int = 2) -> str:
     frame = sys._getframe(frames)  # noqa: SLF001 (inspect.currentframe is the same with a detour)
     # The table holds only lines of scripts, so that a known one is found without comparing file names.
     while (site := _sites.get((call, id(frame.f_code), frame.f_lasti))) is None:
-        if frame.f_back is None or not frame.f_code.co_filename.startswith(_BETWEEN):
+        file = frame.f_code.co_filename
+        if frame.f_back is None or not (file.startswith(_BETWEEN) or "/drivetrain_" in file):
             site = _new_site(call, frame)
             break
         frame = frame.f_back

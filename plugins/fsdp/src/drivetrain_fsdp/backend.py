@@ -48,6 +48,7 @@ from drivetrain_fsdp.remapping import parameters_of, remap
 from drivetrain_fsdp.sharding import Sharded, check_reshard, gets_gradients, plan, shard
 from drivetrain_fsdp.tensors import (
     ShardedTensor,
+    Writes,
     as_sharded,
     explain_missing_gradients,
     plain_gradients,
@@ -243,9 +244,10 @@ class FSDPTrainable(TorchTrainable):
         self._backend.reshard()
         self._check_kind(optimizer)
         owners = self._backend.owners.get(id(optimizer))
-        if owners is None:
-            return step_on_parts(self.engine, optimizer, closure, kept_as=as_sharded)
-        return owners.step(self.engine, closure)
+        with Writes.of_step():
+            if owners is None:
+                return step_on_parts(self.engine, optimizer, closure, kept_as=as_sharded)
+            return owners.step(self.engine, closure)
 
     def before_unprepared_step(self, optimizer: Optimizer) -> None:
         """An optimizer that was not prepared steps on the shards themselves, which is right if it is element-wise."""

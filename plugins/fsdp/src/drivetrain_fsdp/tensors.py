@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from drivetrain.api import UnsupportedError, UsageError
+from drivetrain.api.engines import check_collective
 from drivetrain_fsdp import private_names
 from drivetrain_fsdp.shards import box_of
 from drivetrain_sharding import leaves_ranks_out, with_strides
@@ -67,6 +68,32 @@ def _plain(args: tuple[Any, ...]) -> Iterator[None]:
             one.__class__ = its
 
 
+class Writes:
+    """Writes to sharded tensors, which every rank must make alike: each changes its own part.
+
+    The first one after an optimizer step is a call that ranks are compared by.
+    """
+
+    _noted = False
+
+    @classmethod
+    def note(cls) -> None:
+        """Compare the first write after a step with what the other ranks do."""
+        if not cls._noted:
+            cls._noted = True
+            check_collective("write to a sharded parameter or gradient")
+
+    @classmethod
+    @contextmanager
+    def of_step(cls) -> Iterator[None]:
+        """Context of an optimizer's own writes; the first one behind it is compared."""
+        cls._noted = True
+        try:
+            yield
+        finally:
+            cls._noted = False
+
+
 class ShardedTensor(DTensor):
     """A sharded parameter, its gradient, or what was computed from them.
 
@@ -88,6 +115,7 @@ class ShardedTensor(DTensor):
         changes = _changes(func, args)
         if changes is not None:
             _refuse_other_memory(func, changes)
+            Writes.note()
             if func is _aten.copy_.default and not isinstance(args[1], DTensor):
                 return _copy(changes, args[1])
         elif _changes_plain(func, args):
