@@ -192,6 +192,8 @@ def _recorded(func: Any, name: str, args: Any, kwargs: Any, nodes: list[Node]) -
             raise NO_VALUE[0](func)
         absent = func(*_absents(args), **_absents(kwargs))
     except NO_VALUE:
+        if name in _READING:  # No tensor comes of it, and so no gradient is lost.
+            return func(*_mapped(args, _value), **_mapped(kwargs, _value))
         return func(*_read(args, name), **_read(kwargs, name))
     for leaf in leaves((args, kwargs)):
         # Each rank has its own of these, and only the last stage's would get a gradient.
@@ -330,6 +332,10 @@ def _without_masks(index: Any) -> Any:
 
 def _read(tree: Any, reader: str) -> Any:
     return _mapped(tree, lambda one: _with_history(one.node, reader))
+
+
+def _value(one: Deferred) -> Any:
+    return read(one.node)
 
 
 def _with_history(node: Node, reader: str) -> Any:
