@@ -381,15 +381,15 @@ class OwnGradient(nn.Module):
 
 
 def between_shared_layers(section):
-    made = accelerator(section)
+    made = accelerator({**section, "tp_plan": {"up": "colwise", "down": "rowwise"}})
     model = made.prepare(OwnGradient())
     with pytest.raises(UnsupportedError, match=r"torch\.autograd\.Function of the model's own.*replicated"):
         made.backward(model(torch.ones(2, WIDTH)).sum())
     made.end_training()
 
 
-def between_whole_layers(section):
-    made = accelerator({**section, "tp_plan": {"up": "replicated", "down": "rowwise"}})
+def between_whole_layers(section, plan):
+    made = accelerator({**section, **plan})
     torch.manual_seed(0)
     plain = OwnGradient()
     model, optimizer = (module := copy.deepcopy(plain)), torch.optim.SGD(module.parameters(), lr=0.1)
@@ -406,7 +406,9 @@ def between_whole_layers(section):
 def test_a_function_with_its_own_gradient_between_shared_layers() -> None:
     section = {"tensor_parallel_size": 2}
     spawn(between_shared_layers, 2, section)
-    spawn(between_whole_layers, 2, section)
+    # A plan that is derived from the forward leaves both layers whole.
+    for plan in ({}, {"tp_plan": {"up": "replicated", "down": "rowwise"}}):
+        spawn(between_whole_layers, 2, section, plan)
 
 
 SEEN: list[Any] = []

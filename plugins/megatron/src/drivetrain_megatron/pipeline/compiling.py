@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tenso
     for choices, kind in itertools.islice(itertools.product(itertools.product(*options), kinds), _MOST_TRIALS):
         program = Program(choices, frontier, kind)
         problem = wrong(program, nodes, rows, part_outputs)
-        if not problem and nodes[-1].trains and _bends(program, nodes):
+        if not problem and nodes[-1].trains and _bends(program, nodes, varying):
             problem = "its gradient depends on a mean or sum over the whole batch, which is not linear in it"
         if not problem:
             return program
@@ -179,7 +179,7 @@ def _varies(whole: Any, part: Any) -> bool:
     )
 
 
-def _bends(program: Program, nodes: Sequence[Node]) -> bool:
+def _bends(program: Program, nodes: Sequence[Node], varying: Container[int]) -> bool:
     """Whether what follows the reductions over the batch is not linear in them, as a clamp of the mean loss.
 
     A part of the batch would go through another piece of such a function than the whole, if not in a trial then later
@@ -189,10 +189,10 @@ def _bends(program: Program, nodes: Sequence[Node]) -> bool:
     after: list[Node] = []
     known = {id(node) for place, node in enumerate(nodes) if place in places}
     for place, node in enumerate(nodes):
-        if place not in places and any(id(one) in known for one in node.inputs()):
+        if place not in places and id(node) not in varying and any(id(one) in known for one in node.inputs()):
             after.append(node)
             known.add(id(node))
-    if not after or id(nodes[-1]) not in known:
+    if not after or id(nodes[-1]) not in known or any(id(one) not in known for node in after for one in node.inputs()):
         return False
     generator = torch.Generator().manual_seed(0)
     frontier = [nodes[place] for place in program.frontier]
