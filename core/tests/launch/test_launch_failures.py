@@ -29,7 +29,9 @@ SETTINGS = "num_processes=2 use_cpu=true process_group.timeout_seconds={timeout}
 )
 def test_one_report_says_who_where_and_after_which_call(launch, script, tmp_path, end, code, fate):
     # The hanging rank is found out by the time-out of the process group, the dead ones at once.
-    path = script(TRAIN.format(at=2, end=end))
+    # In a folder that is named as our packages are.
+    (tmp_path / "drivetrain_demo").mkdir()
+    path = script(TRAIN.format(at=2, end=end), "drivetrain_demo/job.py")
     done = launch(SETTINGS.format(timeout=8) + f" project_dir={tmp_path / 'out'}", path)
     assert done.returncode == code, done.stderr
     host = socket.gethostname()
@@ -80,6 +82,7 @@ def test_the_place_is_the_scripts_line_and_what_it_called():
     assert script_line(stack, newest_first=True) == "in gather at eval.py:88"
     alone = '  File "/home/me/eval.py", line 88 in evaluate\n  File "/home/me/train.py", line 10 in <module>\n'
     assert script_line(alone, newest_first=True) == "at eval.py:88"
+    assert script_line(alone.replace("/me/", "/me/drivetrain_demo/"), newest_first=True) == "at eval.py:88"
     trace = '  File "train.py", line 10, in <module>\n    run()\n  File "/home/me/eval.py", line 88, in evaluate\n'
     assert script_line(trace) == "at eval.py:88"
     assert script_line("") == ""

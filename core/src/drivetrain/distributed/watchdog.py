@@ -28,6 +28,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, BinaryIO, Literal, final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
@@ -50,8 +51,8 @@ CURE = (
 _serial = count()
 """Numbers the users of the store, which are made in the same order on every rank."""
 
-_BETWEEN = (str(Path(__file__).parent.parent), str(contextlib.__file__))
-"""Files whose frames are skipped to find the script's line: ours, and those of ``with`` blocks."""
+_BETWEEN = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), str(contextlib.__file__))
+"""Files whose frames are skipped to find the script's line: ours, torch's, and those of ``with`` blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +115,30 @@ def log_call(call: str, frames: int = 2) -> str:
     Returns:
         ``gather at eval.py:88``.
     """
-    frame = sys._getframe(frames)  # noqa: SLF001 (inspect.currentframe is the same with a detour)
-    # The table holds only lines of scripts, so that a known one is found without comparing file names.
-    while (site := _sites.get((call, id(frame.f_code), frame.f_lasti))) is None:
-        file = frame.f_code.co_filename
-        if frame.f_back is None or not (file.startswith(_BETWEEN) or "/drivetrain_" in file):
-            site = _new_site(call, frame)
-            break
-        frame = frame.f_back
+    site = _call_site(call, sys._getframe(frames))  # noqa: SLF001 (inspect.currentframe is the same with a detour)
     numbers = _CallLog.numbers
     numbers[CALLS] += 1
     numbers[SITE] = site.number
     return site.text
+
+
+def place_of(call: str, frames: int = 2) -> str:
+    """Return what :func:`log_call` does without logging a call."""
+    return _call_site(call, sys._getframe(frames)).text  # noqa: SLF001 (as above)
+
+
+def _call_site(call: str, frame: FrameType) -> CallSite:
+    # The table holds only lines of scripts, so that a known one is found without comparing file names.
+    while (site := _sites.get((call, id(frame.f_code), frame.f_lasti))) is None:
+        file = frame.f_code.co_filename
+        if frame.f_back is None or not (file.startswith(_BETWEEN) or _is_of_a_plugin(frame)):
+            return _new_site(call, frame)
+        frame = frame.f_back
+    return site
+
+
+def _is_of_a_plugin(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("drivetrain_")
 
 
 def _new_site(call: str, frame: FrameType) -> CallSite:
@@ -334,7 +347,7 @@ def check_collective(
     """Log a collective call of the script, and compare it over all ranks: now when a watchdog is active, or later.
 
     Args:
-        call: the method's name, as users know it.
+        call: the method's name, as users know it; ``write to ...`` for a change of the model by the script itself.
         tree: what it is given.
         compare: what of ``tree`` must agree: shapes and dtypes, dtypes and numbers of dims, or nothing.
         place, values: what must agree besides it, as for :class:`drivetrain.distributed.call_monitor.CallMonitor`.

@@ -124,7 +124,7 @@ def script_line(trace: str, *, newest_first: bool = False) -> str:
 
 def is_of_a_library(file: str) -> bool:
     """Whether a file of source text is ours or an installed library's, not the script's."""
-    return file.startswith((_OURS, "<", *_LIBRARIES)) or "/drivetrain_" in file
+    return file.startswith((_OURS, "<", *_LIBRARIES)) or "/src/drivetrain_" in file
 
 
 def _ordinal(number: int) -> str:

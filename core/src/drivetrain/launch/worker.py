@@ -136,7 +136,7 @@ def _is_of_the_script(error: BaseException) -> bool:
     cause = error.__cause__ if error.__suppress_context__ else error.__context__
     frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
     files = [frame.filename for frame in frames if "site-packages" not in frame.filename]
-    return any(not file.startswith(libraries) and "/drivetrain_" not in file for file in files)
+    return any(not file.startswith(libraries) and "/src/drivetrain_" not in file for file in files)
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:

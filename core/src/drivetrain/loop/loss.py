@@ -559,11 +559,10 @@ def _counts_by_mask(term: _Term, rows: int) -> bool:
     if not divisors or name not in _SUMS | _MEANS:
         return False
     node, mask = _next(term.node), None
-    constant: Any
     for _ in range(16):
         if node is None or len(_inner(node)) != 1:
             break
-        constant = _constant(node) if node.name() in _PRODUCTS and not _is_packed(node) else None
+        constant: Any = _constant(node) if node.name() in _PRODUCTS and not _is_packed(node) else None
         if _is_mask(constant):
             mask = constant.detach().double()
             break

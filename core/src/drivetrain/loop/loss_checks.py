@@ -1,4 +1,4 @@
-"""Looks at the first loss of each kind, and warns of or refuses those that ranks cannot average."""
+"""Looks at losses 1, 2, 4, 8, ... of each kind, and warns of or refuses those that ranks cannot average."""
 
 from __future__ import annotations
 
