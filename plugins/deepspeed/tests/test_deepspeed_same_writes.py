@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import UsageError
+from drivetrain.api import DrivetrainError, UsageError
 from drivetrain_deepspeed import same_writes
 from drivetrain_testing import spawn
 
@@ -130,3 +130,34 @@ def test_other_values_are_refused_on_unlike_cards_too(how: str, stage: int, step
     for done, said in spawn(train, RANKS, how, {"zero_stage": stage}, True):
         assert done == steps
         assert "the parameters of Centred are not the same on all ranks" in said
+
+
+def reset_momentum(stage: int, ranks: int) -> str:
+    """Zero the momentum after the second step on the first ranks alone; what was refused."""
+    config = load_config(
+        overrides={"distributed_type": "deepspeed", "use_cpu": True, "deepspeed.zero_stage": stage}, environ={}
+    )
+    accelerator = Accelerator(config=config)
+    model: Any = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    try:
+        for step in range(STEPS):
+            accelerator.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [state["momentum_buffer"] for state in optimizer.state.values()]
+            if step == 1 and accelerator.process_index < ranks:
+                for state in states:
+                    state.zero_()
+        accelerator.end_training()
+    except DrivetrainError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.gate("3")
+def test_states_of_the_optimizer_are_written_on_all_ranks_or_none(stage: int) -> None:
+    for said in spawn(reset_momentum, 2, stage, 1):
+        assert "write to an optimizer's state at test_deepspeed_same_writes.py" in said
+    assert spawn(reset_momentum, 2, stage, 2) == ["", ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -451,32 +452,51 @@ def test_a_forward_that_writes_to_parameters_is_refused(writes: str, where: str)
         assert "after optimizer.step()" in said
 
 
-def writes_on_one_rank(kind: str) -> str:
+@torch.no_grad()
+def write(kind: str, model: Any, optimizer: Any) -> None:
+    held = [name for state in optimizer.state.values() for name in state]
+    assert held == ["momentum_buffer"] * len(list(model.parameters()))
+    if kind in {"all", "parameters"}:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.5, 0.5)
+        model.head.weight.data.mul_(0.9)
+    if kind in {"all", "state"}:
+        optimizer.state.clear()
+
+
+def writes_on_one_rank(kind: str, folder: str = "") -> str:
     accelerator = Accelerator(config=load_config(overrides={"distributed_type": "fsdp", "use_cpu": True}, environ={}))
     model = Net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     x = torch.ones(2, WIDTH)
     try:
         for step in range(20):
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            with torch.no_grad():
-                if kind == "all" or (accelerator.is_main_process and step == 1):
-                    for parameter in model.parameters():
-                        parameter.clamp_(-0.5, 0.5)
-                    model.head.weight.data.mul_(0.9)
+            if kind == "all" or (accelerator.is_main_process and step == 1):
+                write(kind, model, optimizer)
+            if folder and step == 1:
+                accelerator.save_state(folder)
+                accelerator.load_state(folder)
         accelerator.end_training()
     except DrivetrainError as error:
         return str(error)
     return ""
 
 
-def test_writes_of_one_rank_alone_are_named() -> None:
-    for said in spawn(writes_on_one_rank, 2, "one"):
-        assert "write to a sharded parameter or gradient at test_fsdp_scripts.py" in said
+@pytest.mark.parametrize(
+    ("kind", "named"), [("parameters", "a sharded parameter or gradient"), ("state", "an optimizer's state")]
+)
+def test_writes_of_one_rank_alone_are_named(kind: str, named: str) -> None:
+    for said in spawn(writes_on_one_rank, 2, kind):
+        assert f"write to {named} at test_fsdp_scripts.py" in said
         assert "the ranks' copies or parts of the model were changed in different ways" in said
 
 
 def test_writes_of_all_ranks_are_left_alone() -> None:
     assert spawn(writes_on_one_rank, 3, "all") == [""] * 3
+
+
+def test_a_rank_that_only_reads_is_left_alone_after_a_load_too(tmp_path: Path) -> None:
+    assert spawn(writes_on_one_rank, 2, "read", str(tmp_path / "checkpoint")) == [""] * 2

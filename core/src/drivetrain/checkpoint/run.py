@@ -200,6 +200,8 @@ class RunCheckpoints:
         manifest = load(path, state, self._backend, strict=strict, hooks=hooks)
         self._trainer.step = int(state.counters["step"])
         self._trainer.abandon_windows()
+        for optimizer in self._preparer.optimizers:
+            optimizer.forget_writes()
         if naming:
             self._project.iteration = ranks.on_main("number its checkpoints", partial(naming.resumed, manifest))
             run = str(manifest.info.get("run", ""))

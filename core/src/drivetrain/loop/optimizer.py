@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakSet
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from drivetrain.distributed.call_monitor import Current
-from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
+from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause, place_of
 from drivetrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 _NOT_COMPARED = frozenset({"lr", "capturable", "differentiable", "foreach", "fused"})
 """Settings of groups that ranks may have of their own: how a step is computed, and rates, which are compared anyhow."""
 
+_STATE_WRITTEN = "write to an optimizer's state"
 
 _OF_PREPARED = frozenset(
     {
         *("source", "optimizer", "models", "pending", "given", "skipped", "num_applied", "held", "come_back"),
-        *("_loop", "_recorded", "_era"),
+        *("_loop", "_recorded", "_era", "_state_read"),
     }
 )
 """Attributes of a prepared optimizer; any other is the user's optimizer's."""
@@ -95,6 +96,8 @@ class PreparedOptimizer(Optimizer):
         """Names of its parameters in each of these models."""
         self._recorded, self._era = 0, 0
         """Number of its steps that were compared, and the era of the monitor in which they were."""
+        self._state_read: tuple[str, int] | None = None
+        """Where the script has first had its state since the last step, and a digest of that state then."""
         self.come_back: Callable[[], None] | None = None
         """Set where an optimizer that was prepared later holds parameters of it: called before it steps again."""
 
@@ -125,12 +128,14 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The engine optimizer's own mapping."""
+        """The engine optimizer's own mapping. What a script writes to it must be the same on every rank."""
         self.settle()
+        self._watch_state()
         return self.optimizer.state
 
     @state.setter
     def state(self, value: Any) -> None:
+        self._watch_state()
         self.optimizer.state = value
 
     @property
@@ -222,6 +227,20 @@ class PreparedOptimizer(Optimizer):
         self._loop.stepped(self)
         return losses[0] if losses else None
 
+    def _watch_state(self) -> None:
+        """Before the next step, find out whether the script has written to the state, which all ranks must do.
+
+        Not in a pipeline, of which a stage may have no state that a script could write to.
+        """
+        if Current.monitor is None or self._state_read is not None or not self.models:
+            return
+        if not self._loop.backend.capabilities.pipelined:
+            vars(self)["_state_read"] = place_of(_STATE_WRITTEN, 3), _digest(self.optimizer.state)
+
+    def forget_writes(self) -> None:
+        """Do not compare what was written to the state up to now: it was loaded, on every rank."""
+        vars(self)["_state_read"] = None
+
     def _record(self, site: str) -> None:
         """Record a step for the comparison of ranks: learning rates always, other group settings at every 16th.
 
@@ -232,8 +251,11 @@ class PreparedOptimizer(Optimizer):
             return
         loop = self._loop
         norm, loop.clipped_to = loop.clipped_to, 0.0
+        read, vars(self)["_state_read"] = self._state_read, None
         if monitor.suspended or self.models[0].steps_alone:
             return
+        if read is not None and _digest(self.optimizer.state) != read[1]:
+            monitor.record(_STATE_WRITTEN, read[0])
         groups = self.optimizer.param_groups
         if self._era != monitor.era:
             self._era, self._recorded = monitor.era, 0
@@ -305,6 +327,7 @@ class PreparedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Passed on."""
         self.settle()
+        self._watch_state()
         self.optimizer.load_state_dict(state_dict)
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
@@ -319,6 +342,16 @@ class PreparedOptimizer(Optimizer):
     def eval(self) -> None:
         """Call ``eval`` of a schedule-free optimizer; do nothing for others."""
         getattr(self.optimizer, "eval", _nothing)()
+
+
+def _digest(state: Mapping[Any, Any]) -> int:
+    """Return a number that changes when tensors in an optimizer's state are written or replaced. Reads no values."""
+    found: list[Any] = []
+    for values in list(state.values()):
+        for value in values.values() if isinstance(values, dict) else [values]:
+            known = id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0  # noqa: SLF001
+            found.append(value if isinstance(value, (int, float)) else known)
+    return hash(tuple(found))
 
 
 def _nothing() -> None:
