@@ -105,7 +105,11 @@ def set_and_removed(section: dict[str, Any]) -> None:
         return classify(model, one)
 
     turns.clear()
-    refused(made, "a sample's output depends on the other samples", loss=mixing)
+    if "num_micro_batches" in section:
+        refused(made, "a sample's output depends on the other samples", loss=mixing)
+    else:
+        follow(made, loss=mixing)
+        made.free_memory()
 
     def removed_at_once(model: Any, one: Any) -> Tensor:
         handle = model.layers[1].register_forward_hook(lambda module, args, output: output * 0.5)

@@ -90,24 +90,19 @@ def test_losses_of_an_adapter(kind: str, name: str, stock: Any, ours: Any) -> No
     assert_same([rank[kind, True] for rank in ours(name)], stock[kind, True])
 
 
-IN_ONE_PIECE = {"megatron.num_micro_batches": 1}
-"""For a loss over pairs, whose samples lie in the two halves of a batch."""
-
-
 @pytest.mark.parametrize(("kind", "adapter"), RUNS)
 @pytest.mark.turns(2)
 def test_losses_on_a_pipeline(kind: str, adapter: bool, stock: Any, base: str) -> None:
     config, processes, dp = BACKENDS["pp"]
-    if kind in ("dpo", "reward"):
-        config = {**config, **IN_ONE_PIECE}
     folder = f"{base}/pp-{kind}-{adapter}"
     found = spawn(jobs.with_trl, processes, kind, folder, config, dp, adapter=adapter, timeout=220)
     assert_same(found, stock[kind, adapter])
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
-def test_a_pipeline_cuts_no_pairs(kind: str, base: str) -> None:
+def test_a_pipeline_that_is_to_cut_pairs_refuses(kind: str, base: str) -> None:
     config, processes, dp = BACKENDS["pp"]
+    config = {**config, "megatron.num_micro_batches": 2}
     with pytest.raises(RankFailedError, match="cannot be computed on one micro-batch at a time"):
         spawn(jobs.with_trl, processes, kind, f"{base}/pairs-{kind}", config, dp, max_steps=1, timeout=120)
 

@@ -23,6 +23,15 @@ _ROUNDING = 1e-3
 """Kernels may sum in another order on each rank; other labels change a loss by more."""
 
 
+_LOSS = "the loss"
+
+_CURE = (
+    "Leave out what takes a rank's part of the samples, or skips batches by the rank. Where numbers are drawn, let one "
+    "process read for all, DataLoaderConfiguration(dispatch_batches=True) or dataloader.dispatch_batches: true; or "
+    "make what is drawn a function of the sample's index."
+)
+
+
 @torch.no_grad()
 def digest(tensors: Iterable[Any], device: torch.device) -> Tensor:
     """Return a 62-bit hash of the contents and shapes of tensors. Reads each byte once."""
@@ -62,25 +71,36 @@ def check(digests: Sequence[Tensor], names: Sequence[str], groups: Sequence[dist
     Raises:
         UsageError: on every rank of a group, when they differ.
     """
+    wrong = [name for name, other in zip(names, differing(digests, groups), strict=True) if other]
+    if wrong:
+        raise differ(wrong)
+
+
+def differing(digests: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None]) -> list[bool]:
+    """Return which of some digests differ over the ranks of any group. Collective over the groups."""
     mine = torch.stack(list(digests))
     both = torch.cat([mine, -mine])
     for group in groups:
         if group is not None:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     highest, lowest = both[: len(mine)], -both[len(mine) :]
-    wrong = [name for name, high, low in zip(names, highest.tolist(), lowest.tolist(), strict=True) if high != low]
-    if wrong:
-        raise _differs(wrong)
+    return [high != low for high, low in zip(highest.tolist(), lowest.tolist(), strict=True)]
 
 
-def _differs(names: Sequence[str]) -> UsageError:
+def differ(names: Sequence[str]) -> UsageError:
+    """The error for values that ranks were given differently."""
+    if list(names) == [_LOSS]:
+        return UsageError(
+            "the processes that compute one batch together were given the same inputs of the model, and have different "
+            "losses: the labels differ, or what the loss is computed with; or the script has written to parameters or "
+            "to an optimizer's state on some of these processes alone",
+            cure="Write on every process, not under `if accelerator.is_main_process:`. " + _CURE,
+        )
     return UsageError(
         f"the processes that compute one batch together were given different values of {' and '.join(names)}: each "
         "reads the batch for itself, and the dataset or the script draws random numbers that differ among them, or "
         "takes other samples on each",
-        cure="Leave out what takes a rank's part of the samples, or skips batches by the rank. Where numbers are "
-        "drawn, let one process read for all, DataLoaderConfiguration(dispatch_batches=True) or "
-        "dataloader.dispatch_batches: true; or make what is drawn a function of the sample's index.",
+        cure=_CURE,
     )
 
 
@@ -130,6 +150,6 @@ class Inputs:
         lowest, least = [-a, -b], -c
         names = ["the model's inputs"] if highest != lowest else []
         if not overflow and most - least > _ROUNDING * max(abs(most), abs(least)) + 1e-6:
-            names.append("the loss")
+            names.append(_LOSS)
         if names:
-            raise _differs(names)
+            raise differ(names)

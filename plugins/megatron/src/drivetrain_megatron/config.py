@@ -44,7 +44,8 @@ class MegatronConfig(BaseModel):
     num_micro_batches: Integer | None = Field(
         None,
         ge=1,
-        description="Parts into which a batch is cut to fill the pipeline; null = as many as the pipeline has stages.",
+        description="Parts into which a batch is cut to fill the pipeline; null = as many as the pipeline has stages, "
+        "or 1 if the model or its loss needs the whole batch.",
     )
     schedule: Schedule = Field("1f1b", description="In which order a rank runs forwards and backwards of the parts.")
     stages_per_rank: Integer = Field(

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ _GENERATORS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]], 
     ),
 )
 """Generators of random numbers: their classes, and functions that read and set their state."""
+
+_OF_GENERATORS = tuple(kind for kind, _, _ in _GENERATORS)
 
 _LIBRARIES = frozenset({"torch", "transformers", "drivetrain_megatron"})
 """Packages whose forwards and hooks keep nothing in variables outside of a module."""
@@ -161,10 +163,11 @@ class ModuleState:
 
     def tensors_kept(self) -> dict[Place, Any]:
         """Return copies of the attributes with tensors that have changed."""
+        modules, memo = dict(self._modules), dict[int, _Saved]()
         return {
-            place: _saved(vars(part)[place.name], {})
+            place: _saved(vars(modules[place.path])[place.name], memo)
             for place, change in self.changes().items()
-            if change.tensors and not place.buffer and (part := dict(self._modules)[place.path]) is not None
+            if change.tensors and not place.buffer
         }
 
     def put(self, kept: Mapping[Place, Any]) -> None:
@@ -307,94 +310,174 @@ class _Saved:
     """An object and what was in it; only the object itself where nothing is known of its inside."""
 
     value: Any
-    inside: Any = None
+    inside: _Inside | None = None
 
     def back(self) -> Any:
-        value, inside = self.value, self.inside
-        if inside is None:
-            return value
-        generator = _generator(value)
-        if generator is not None:
-            generator[1](value, inside)
-        elif isinstance(value, _TEE):
-            # The copy stays as it is, for the next time.
-            return inside.__copy__()
-        elif isinstance(value, FunctionType):
-            for cell, one in inside:
-                cell.cell_contents = one.back()
-        elif isinstance(value, Tensor):
-            if not _equal(value, inside):
-                value.copy_(inside)
-        elif isinstance(value, dict):
-            value.clear()
-            value.update({key: one.back() for key, one in inside.items()})
-        elif isinstance(value, (list, deque)):
-            value.clear()
-            value.extend(one.back() for one in inside)
-        elif isinstance(value, set):
-            value.clear()
-            value.update(inside)
-        else:
-            vars(value).clear()
-            vars(value).update({key: one.back() for key, one in inside.items()})
-        return value
+        return self.value if self.inside is None else self.inside.put(self.value)
 
     def unchanged(self, now: Any) -> bool:
         if type(now) is not type(self.value):
             return False
         if isinstance(now, _PLAIN):
             return bool(now == self.value or now != now)  # noqa: PLR0124 (NaN)
-        if now is not self.value:
-            return False
-        inside = self.inside
-        if inside is None:
-            return True
-        generator = _generator(now)
-        if generator is not None:
-            return _digest(generator[0](now)) == _digest(inside)
-        if isinstance(now, _TEE):
-            return False
-        if isinstance(now, FunctionType):
-            return all(one.unchanged(cell.cell_contents) for cell, one in inside)
-        if isinstance(now, Tensor):
-            return _equal(now, inside)
-        if isinstance(now, set):
-            return bool(now == inside)
-        if isinstance(now, (list, deque)):
-            return len(now) == len(inside) and all(one.unchanged(other) for one, other in zip(inside, now, strict=True))
-        content = now if isinstance(now, dict) else vars(now)
-        return content.keys() == inside.keys() and all(one.unchanged(content[key]) for key, one in inside.items())
+        return now is self.value and (self.inside is None or self.inside.same(now))
 
 
 def _saved(value: Any, memo: dict[int, _Saved]) -> _Saved:
     if isinstance(value, _PLAIN):
         return _Saved(value)
-    if id(value) in memo:
-        return memo[id(value)]
-    memo[id(value)] = made = _Saved(value)
-    generator = _generator(value)
-    if generator is not None:
-        made.inside = generator[0](value)
-    elif isinstance(value, _TEE):
-        made.inside = value.__copy__()
-    elif isinstance(value, FunctionType):
-        made.inside = [(cell, _saved(cell.cell_contents, memo)) for cell in _cells(value)] or None
-    elif isinstance(value, Tensor):
-        made.inside = None if isinstance(value, nn.Parameter) else _clone(value)
-    elif isinstance(value, dict):
-        made.inside = {key: _saved(one, memo) for key, one in value.items()}
-    elif isinstance(value, (list, deque)):
-        made.inside = [_saved(one, memo) for one in value]
-    elif isinstance(value, set):
-        made.inside = set(value)
-    elif _is_record(value):
-        made.inside = {key: _saved(one, memo) for key, one in vars(value).items()}
-    return made
+    if id(value) not in memo:
+        memo[id(value)] = made = _Saved(value)
+        kind = _kind(value)
+        made.inside = None if kind is None else kind(value, memo)
+    return memo[id(value)]
 
 
-def _generator(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-    """Return the functions that read and set the state of a generator of random numbers."""
-    return next(((read, write) for kind, read, write in _GENERATORS if isinstance(value, kind)), None)
+class _Inside(Protocol):
+    """Content of an object of one kind when this is made.
+
+    Args:
+        value: the object.
+        memo: what is saved of others, by identity.
+    """
+
+    def __init__(self, value: Any, memo: dict[int, _Saved]) -> None: ...
+
+    def put(self, value: Any) -> Any:
+        """Put it back; returns the object, or one that takes its place."""
+
+    def same(self, now: Any) -> bool:
+        """Whether the object still has it."""
+
+
+class _State:
+    """State of a generator of random numbers."""
+
+    def __init__(self, value: Any, memo: dict[int, _Saved]) -> None:
+        self._state = _state(value)
+
+    def put(self, value: Any) -> Any:
+        next(write for kind, _, write in _GENERATORS if isinstance(value, kind))(value, self._state)
+        return value
+
+    def same(self, now: Any) -> bool:
+        return _digest(_state(now)) == _digest(self._state)
+
+
+class _Copy:
+    """A copy of an iterator, from which further ones are made."""
+
+    def __init__(self, value: Any, memo: dict[int, _Saved]) -> None:
+        self._copy = value.__copy__()
+
+    def put(self, value: Any) -> Any:
+        return self._copy.__copy__()
+
+    def same(self, now: Any) -> bool:
+        return False
+
+
+class _Variables:
+    """Variables of the function around a function."""
+
+    def __init__(self, value: FunctionType, memo: dict[int, _Saved]) -> None:
+        self._cells = [(cell, _saved(cell.cell_contents, memo)) for cell in _cells(value)]
+
+    def put(self, value: Any) -> Any:
+        for cell, one in self._cells:
+            cell.cell_contents = one.back()
+        return value
+
+    def same(self, now: Any) -> bool:
+        return all(one.unchanged(cell.cell_contents) for cell, one in self._cells)
+
+
+class _Values:
+    """Values of a tensor."""
+
+    def __init__(self, value: Tensor, memo: dict[int, _Saved]) -> None:
+        self._before = _clone(value)
+
+    def put(self, value: Tensor) -> Any:
+        if self._before is not None and not _equal(value, self._before):
+            value.copy_(self._before)
+        return value
+
+    def same(self, now: Tensor) -> bool:
+        return _equal(now, self._before)
+
+
+class _Items:
+    """Items of a dict, or attributes of an object."""
+
+    def __init__(self, value: Any, memo: dict[int, _Saved]) -> None:
+        self._items = {key: _saved(one, memo) for key, one in _items(value).items()}
+
+    def put(self, value: Any) -> Any:
+        items = _items(value)
+        items.clear()
+        items.update({key: one.back() for key, one in self._items.items()})
+        return value
+
+    def same(self, now: Any) -> bool:
+        items = _items(now)
+        return items.keys() == self._items.keys() and all(one.unchanged(items[key]) for key, one in self._items.items())
+
+
+class _Elements:
+    """Elements of a list."""
+
+    def __init__(self, value: Any, memo: dict[int, _Saved]) -> None:
+        self._elements = [_saved(one, memo) for one in value]
+
+    def put(self, value: Any) -> Any:
+        value.clear()
+        value.extend(one.back() for one in self._elements)
+        return value
+
+    def same(self, now: Any) -> bool:
+        pairs = zip(self._elements, now, strict=False)
+        return len(now) == len(self._elements) and all(one.unchanged(other) for one, other in pairs)
+
+
+class _Members:
+    """Members of a set."""
+
+    def __init__(self, value: set[Any], memo: dict[int, _Saved]) -> None:
+        self._members = set(value)
+
+    def put(self, value: set[Any]) -> Any:
+        value.clear()
+        value.update(self._members)
+        return value
+
+    def same(self, now: set[Any]) -> bool:
+        return now == self._members
+
+
+_KINDS: tuple[tuple[Any, type[_Inside]], ...] = (
+    (_OF_GENERATORS, _State),
+    (_TEE, _Copy),
+    (FunctionType, _Variables),
+    (Tensor, _Values),
+    (dict, _Items),
+    ((list, deque), _Elements),
+    (set, _Members),
+)
+
+
+def _kind(value: Any) -> type[_Inside] | None:
+    if isinstance(value, nn.Parameter):
+        return None
+    return next((inside for kind, inside in _KINDS if isinstance(value, kind)), _Items if _is_record(value) else None)
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else vars(value)
+
+
+def _state(generator: Any) -> Any:
+    return next(read for kind, read, _ in _GENERATORS if isinstance(generator, kind))(generator)
 
 
 def _digest(state: Any) -> int:
@@ -427,7 +510,7 @@ def _is_small(value: Any) -> bool:
     if isinstance(value, (list, dict, set, deque)):
         content = value.values() if isinstance(value, dict) else value
         return len(value) <= _FEW and all(isinstance(one, _PLAIN) for one in content)
-    return isinstance(value, _PLAIN) or _generator(value) is not None
+    return isinstance(value, (*_PLAIN, *_OF_GENERATORS))
 
 
 def _outside(part: nn.Module) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
@@ -498,9 +581,8 @@ def _told(value: Any, depth: int = 4) -> str:
         return repr(value)
     if isinstance(value, Tensor) or depth == 0:
         return type(value).__name__
-    generator = _generator(value)
-    if generator is not None:
-        return f"{type(value).__name__} at {_digest(generator[0](value)):x}"
+    if isinstance(value, _OF_GENERATORS):
+        return f"{type(value).__name__} at {_digest(_state(value)):x}"
     if isinstance(value, FunctionType):
         return _told([cell.cell_contents for cell in _cells(value)], depth - 1)
     if isinstance(value, dict):

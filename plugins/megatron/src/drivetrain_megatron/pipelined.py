@@ -178,7 +178,7 @@ class PipelinedTrainable(DeferredTrainable):
                 cure="Call accelerator.backward(loss) first, and step() without a closure.",
             )
         self.pipeline.changed()
-        with without_absent(optimizer):
+        with self.pipeline.script_writes.of_engine(), without_absent(optimizer):
             result = self._stepping.step(optimizer, None)
         if type(optimizer.state) is defaultdict:  # what a script has loaded replaces it
             optimizer.state = StatesHere(optimizer.state)
@@ -244,6 +244,11 @@ class PipelinedTrainable(DeferredTrainable):
     def loaded(self) -> None:
         """The script has loaded values by itself: outputs of calls before are not to be had any more."""
         self.pipeline.changed()
+        self.pipeline.script_writes.leave()
+
+    def load_portable_state(self, portable: PortableState) -> None:
+        super().load_portable_state(portable)
+        self.pipeline.script_writes.leave()
 
     def release(self) -> None:
         """Give the module its own classes back; the stages of other ranks stay without values."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.compiled import refuse_compiling
@@ -252,20 +253,25 @@ class _WholeForHooks:
     """Gives modules with backward hooks whole inputs and outputs, so that the hooks get whole gradients.
 
     Args:
-        module: the whole model, with each forward of which new hooks are looked for.
+        module: the whole model, with whose forwards new hooks are looked for.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._handles: dict[nn.Module, list[Any]] = {}
+        self._next_id = -1
+        """The next hook of this process, of any tensor or module, that is not looked for yet."""
         self._look_handle = module.register_forward_pre_hook(self._look)
 
     def _look(self, module: nn.Module, _: Any) -> None:
+        if RemovableHandle.next_id == self._next_id:
+            return
         for part in module.modules():
             if (part._backward_hooks or part._backward_pre_hooks) and part not in self._handles:  # noqa: SLF001
                 self._handles[part] = [
                     part.register_forward_pre_hook(_whole_inputs, with_kwargs=True),
                     part.register_forward_hook(_whole_output),
                 ]
+        self._next_id = RemovableHandle.next_id
 
     def undo(self) -> None:
         """Take the hooks off the modules again."""

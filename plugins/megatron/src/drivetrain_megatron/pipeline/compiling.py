@@ -19,7 +19,7 @@ from torch import Tensor
 from drivetrain.api import UnsupportedError
 from drivetrain_megatron.module_state import quiet_fake_tensors
 from drivetrain_megatron.pipeline.batches import Rows
-from drivetrain_megatron.pipeline.deferred import BY_MASK, TRAIN_STEP, Node
+from drivetrain_megatron.pipeline.deferred import BY_MASK, TRAIN_STEP, Node, apply
 from drivetrain_megatron.pipeline.replay import (
     SCALED,
     WHOLE,
@@ -47,6 +47,18 @@ _CANNOT = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 """Exceptions of torch for shapes that do not fit; its functions for fake tensors assert."""
 
 
+_PICKED = "it takes some of the samples, by their places"
+
+
+class WholeBatchError(UnsupportedError):
+    """A loss that cannot be computed on one micro-batch at a time.
+
+    Cause: it uses samples together, as pairs, contrasts, elements of a mask or a clamp of the mean.
+
+    Cure: keep the batch in one piece with ``megatron.num_micro_batches: 1``, or write the loss as the message says.
+    """
+
+
 def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tensor]) -> Program:
     """Find out how to compute a recording in parts.
 
@@ -56,7 +68,8 @@ def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tenso
         part_outputs: the model's outputs for the first micro-batch, without values, by leaf.
 
     Raises:
-        UnsupportedError: it cannot be computed in parts.
+        WholeBatchError: it cannot be computed in parts.
+        UnsupportedError: it is not a number.
     """
     if len(rows) == 1:
         return uncut(nodes)
@@ -80,7 +93,7 @@ def compiled(nodes: Sequence[Node], rows: Rows, part_outputs: Mapping[int, Tenso
             problem = "its gradient depends on a mean or sum over the whole batch, which is not linear in it"
         if not problem:
             return program
-    raise UnsupportedError(
+    raise WholeBatchError(
         f"this loss on the output of a pipelined model cannot be computed on one micro-batch at a time: {problem}",
         cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece, where a loss uses samples "
         f"together, as pairs or contrasts. {BY_MASK if _indexes(nodes) else TRAIN_STEP}",
@@ -131,7 +144,7 @@ def _options(
             if _scales(node.absent, result, rows):
                 able.append((choice, result))
         if not able:
-            raise UnsupportedError(
+            raise WholeBatchError(
                 f"{getattr(node.func, '__name__', node.func)} on the output of a pipelined model cannot be computed on "
                 "one micro-batch at a time",
                 cure=f"Write megatron.num_micro_batches: 1, which keeps the batch in one piece. "
@@ -225,13 +238,8 @@ def _of_any_size(like: Tensor, generator: torch.Generator) -> Tensor:
 def _after(nodes: Sequence[Node], results: dict[int, Any]) -> Tensor:
     """The last of some nodes, from the values of the first."""
     for node in nodes:
-        assert node.func is not None, "an output of the model follows no other node"
-        args, kwargs = rebuilt(
-            (node.args, node.kwargs),
-            [results[id(leaf)] if isinstance(leaf, Node) else leaf for leaf in leaves((node.args, node.kwargs))],
-        )
         with autocast_of(node):
-            results[id(node)] = node.func(*args, **kwargs)
+            results[id(node)] = apply(node, lambda one: results[id(one)])
     value: Tensor = results[id(nodes[-1])]
     return value
 
@@ -267,6 +275,8 @@ def _wrong_on(
     try:
         wholes = {place: output.computed(output.whole) for place, output in outputs.items()}
         results = run(_as_one(program), small, one, 0, wholes)
+        if _varied(program, nodes, small, results):
+            return _PICKED
         for node in small:
             node.absent = results[id(node)]
         whole = results[id(small[-1])]
@@ -275,6 +285,8 @@ def _wrong_on(
         for index in range(len(few)):
             parts = {place: output.computed(output.parts[index]) for place, output in outputs.items()}
             results = run(program, small, few, index, parts)
+            if _varied(program, nodes, small, results):
+                return _PICKED
             part = results[id(small[-1])] / len(few)
             _backward(part)
             total = total + part.detach()
@@ -285,6 +297,11 @@ def _wrong_on(
     if not all(_close(first, second) for output in outputs.values() for first, second in output.gradients()):
         return "its gradient is not the sum or mean of its gradients on parts of the batch"
     return ""
+
+
+def _varied(program: Program, nodes: Sequence[Node], small: Sequence[Node], results: Mapping[int, Any]) -> bool:
+    """Whether what is computed of all rows has another shape for fewer, as the first four of three rows have."""
+    return any(results[id(small[place])].shape != nodes[place].absent.shape for place in program.frontier)
 
 
 def example(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.api import UnsupportedError, UsageError
-from drivetrain_megatron.pipeline.skeleton import NO_VALUE, is_absent
+from drivetrain_megatron.pipeline.skeleton import EXPORTS, NO_VALUE, is_absent
 from drivetrain_megatron.pipeline.values import leaves, rebuilt
 
 TRAIN_STEP = (
@@ -30,9 +30,7 @@ BY_MASK = (
     "count."
 )
 
-_READING = frozenset(
-    {"numpy", "__array__", "__dlpack__", "__float__", "__int__", "__index__", "__bool__", "__complex__"}
-)
+_READING = EXPORTS | {"__float__", "__int__", "__index__", "__bool__", "__complex__"}
 """Methods that give a tensor's values to Python or to another library; not all of them raise for fake tensors."""
 
 _DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,10 @@ from drivetrain.api.engines import autocast, call_plainly, numbers_coordinate
 from drivetrain_megatron import agreement
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.module_state import once, without_gradients
-from drivetrain_megatron.pipeline import hooks, replay, schedules
+from drivetrain_megatron.pipeline import hooks, replay, schedules, script_writes
 from drivetrain_megatron.pipeline.batches import Rows, cut
 from drivetrain_megatron.pipeline.calls import ModelCall
-from drivetrain_megatron.pipeline.compiling import uncut
+from drivetrain_megatron.pipeline.compiling import WholeBatchError, uncut
 from drivetrain_megatron.pipeline.deferred import Deferred, Node, read
 from drivetrain_megatron.pipeline.parting import Share
 from drivetrain_megatron.pipeline.passage import Passage
@@ -35,6 +35,10 @@ from drivetrain_megatron.pipeline.values import Meta, leaves, rebuilt
 from drivetrain_megatron.pipeline.work import Work, check
 
 logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+_GIVEN = ("the model's inputs", "what its loss is computed with")
 
 
 @final
@@ -77,12 +81,23 @@ class Pipeline:
         self.planner = Planner(module, engine, section, num_stages, self._device)
         self._rank_of = [schedules.rank_of_stage(section, stage, self.num_ranks) for stage in range(num_stages)]
         self._alike = (group, tensor_group)
+        # Data-parallel ranks that gather shards for each forward must run as many of them.
+        self._may_keep_whole = section.num_micro_batches is None and data_group is None
         last = self.rank == self._rank_of[-1]
         self.trials = Trials(
-            module, self.planner, self, section.whole_inputs, self._alike, data_group, last, self._device
+            module,
+            self.planner,
+            self,
+            section.whole_inputs,
+            self._alike,
+            data_group,
+            last,
+            self._device,
+            keeps_whole=self._say_whole if self._may_keep_whole else None,
         )
         # What scripts do with the model's own object: call it, let it generate, call parts of it.
         self.planner.interception.route(self.forward)
+        self.script_writes = script_writes.ScriptWrites(module, in_shards=data_group is not None)
         self._stages: list[Stage] = []
         self._schedules: dict[int, Any] = {}
         self._programs = Programs()
@@ -91,7 +106,7 @@ class Pipeline:
         """Grows with each change of the parameters."""
         self.converted = False
         """The script has called ``model.to(...)`` or the like since the last forward."""
-        self._warned = False
+        self._warned = self._said_whole = False
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -113,7 +128,8 @@ class Pipeline:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output that the model will have: deferred tensors in the containers that its forward returns."""
-        return hooks.around(self._called, self._call, args, kwargs)
+        with self.script_writes.of_engine():
+            return hooks.around(self._called, self._call, args, kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = (args, kwargs)
@@ -135,16 +151,29 @@ class Pipeline:
             rows, dims = Rows.of(1, 1), ()
         return ModelCall(self, arguments, rows, way, self.version, dims, self.planner.trained).outputs()
 
-    def _check_inputs(self, arguments: Arguments, more: Sequence[Any] = ()) -> None:
-        """All ranks that compute a batch together were given the same. Collective over them."""
+    def _check_inputs(self, arguments: Arguments, more: Sequence[Any] = (), written: Sequence[str] = ()) -> None:
+        """All ranks that compute a batch together were given the same. Collective over them.
+
+        Args:
+            arguments: of the model.
+            more: what its loss is computed with.
+            written: names of parameters that the script has written to.
+        """
         told = [leaf for leaf in leaves(arguments) if isinstance(leaf, Tensor)]
         digests = [agreement.digest(one, self._device) for one in (told, more)]
-        agreement.check(digests, ("the model's inputs", "what its loss is computed with"), self._alike)
+        digests.append(torch.tensor(script_writes.digest(written), device=self._device))
+        *others, writes = agreement.differing(digests, self._alike)
+        if writes:
+            raise script_writes.differ(type(self._module).__name__, written)
+        wrong = [name for name, other in zip(_GIVEN, others, strict=True) if other]
+        if wrong:
+            raise agreement.differ(wrong)
 
     @torch.no_grad()
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward over the stages; every rank gets the output. Collective over the pipeline."""
-        return hooks.around(self._called, self._evaluate, args, kwargs)
+        with self.script_writes.of_engine():
+            return hooks.around(self._called, self._evaluate, args, kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         way = self._way((args, kwargs))
@@ -234,6 +263,7 @@ class Pipeline:
         made = self.planner.cut
         assert made is not None, "the first passage cuts"
         self._on_cut(Share.of(self._module, made, self._rank_of.__getitem__, self.rank))
+        self.script_writes.renew()
         self.planner.look(replaced=True)
         names = dict(self._module.named_parameters())
         for stage, rank in enumerate(self._rank_of):
@@ -365,7 +395,12 @@ class Pipeline:
         self.planner.look()
         used = [leaf for node in replay.ordered([loss]) for leaf in leaves((node.args, node.kwargs))]
         drawn = [torch.tensor(host_digest())] if call.way.draws.on_host else []
-        self._check_inputs(call.arguments, [*(leaf for leaf in used if isinstance(leaf, Tensor)), *drawn])
+        given = [*(leaf for leaf in used if isinstance(leaf, Tensor)), *drawn]
+        self._check_inputs(call.arguments, given, self.script_writes.taken())
+        with self.script_writes.of_engine():
+            self._train(call, loss, scaled)
+
+    def _train(self, call: ModelCall[Arguments, Passage], loss: Node, scaled: Callable[[Tensor], Tensor]) -> None:
         work = self._prepared(call, loss, call.living())
         parts = len(call.rows)
         if parts not in self._schedules:
@@ -417,7 +452,12 @@ class Pipeline:
         nodes = replay.ordered([node])
         whole = Rows.of(call.rows.size, 1)
         results: dict[int, Any] = {}
-        with without_gradients(), self.planner.without_randomness(), once(self._module, self.trials.counted) as counted:
+        with (
+            self.script_writes.of_engine(),
+            without_gradients(),
+            self.planner.without_randomness(),
+            once(self._module, self.trials.counted) as counted,
+        ):
             counted.begin()
             output = self._through(call.arguments, call.way)
             if self.rank == self._rank_of[-1]:
@@ -431,13 +471,43 @@ class Pipeline:
 
         Not collective, and the same on every rank.
         """
-        way, rows = call.way, call.rows
         self.planner.look()
-        if len(rows) > 1:
-            way = self.planner.passage(cut(call.arguments, rows, call.dims)[0])
-        return self._programs.example(loss, rows, dict(enumerate(leaves(way.output))))
+
+        def example() -> tuple[Tensor, int] | None:
+            way = call.way
+            if len(call.rows) > 1:
+                way = self.planner.passage(cut(call.arguments, call.rows, call.dims)[0])
+            return self._programs.example(loss, call.rows, dict(enumerate(leaves(way.output))))
+
+        return self._in_parts_or_whole(call, example)
+
+    def _in_parts_or_whole(self, call: ModelCall[Arguments, Passage], compute: Callable[[], ResultT]) -> ResultT:
+        """Compute with a call's batch in parts; if its loss does not allow that and nobody asked for parts, in one."""
+        try:
+            return compute()
+        except WholeBatchError as problem:
+            if not self._may_keep_whole:
+                raise
+            self._say_whole(problem.what)
+            call.rows, call.dims = Rows.of(1, 1), ()
+            return compute()
+
+    def _say_whole(self, why: str) -> None:
+        if not self._said_whole:
+            self._said_whole = True
+            logger.warning(
+                "%s. So each batch of %s stays in one piece, and its pipeline stages wait for each other. "
+                "megatron.num_micro_batches: 1 says that this is meant.",
+                why[:1].upper() + why[1:],
+                type(self._module).__name__,
+            )
 
     def _prepared(
+        self, call: ModelCall[Arguments, Passage], loss: Node, others: Sequence[Node]
+    ) -> Work[Arguments, Passage]:
+        return self._in_parts_or_whole(call, lambda: self._work_of(call, loss, others))
+
+    def _work_of(
         self, call: ModelCall[Arguments, Passage], loss: Node, others: Sequence[Node]
     ) -> Work[Arguments, Passage]:
         rows = call.rows

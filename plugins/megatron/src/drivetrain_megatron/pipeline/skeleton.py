@@ -18,6 +18,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -165,12 +166,15 @@ class Elsewhere(FakeTensor):
 
     def set_(self, *_: Any, **__: Any) -> Any:
         """Do nothing: the parameter's own stage does it. torch calls no ``__torch_function__`` here."""
+        _count_writes([self])
         return self
 
     def passed_over(self, func: Any, args: Any, kwargs: Any) -> Elsewhere:
         """Write nothing. What its own stage draws to write into it is drawn, so that the next numbers are alike."""
         if getattr(func, "__name__", "") == "detach_":
             self.requires_grad_(False)
+            return self
+        _count_writes([self])
         if getattr(func, "__name__", "") not in _DRAWS:
             return self
         drawn = _ones(self)
@@ -285,7 +289,7 @@ class Elsewhere(FakeTensor):
             if name in _JOINING and _several(args, kwargs):
                 # What was cut out of it and written back, p.data = vector[:9], torch would take without a word.
                 raise absent.refused(f"{name} joins it with others")
-            if name in _EXPORTS or name == "backward" or (name.endswith("_") and not name.endswith("__")):
+            if name in EXPORTS or name == "backward" or (name.endswith("_") and not name.endswith("__")):
                 raise absent.refused(f"{name} reads it")
             try:
                 args, kwargs = tree_map(_without_history, (args, kwargs))
@@ -373,7 +377,7 @@ def _ones(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).fill_(1)
 
 
-_EXPORTS = frozenset({"numpy", "__array__", "__dlpack__"})
+EXPORTS = frozenset({"numpy", "__array__", "__dlpack__"})
 """Methods that export the memory of a tensor to other libraries."""
 
 _JOINING = frozenset(
@@ -395,6 +399,12 @@ def _without_history(one: Any) -> Any:
     return one.detach() if type(one) is Tensor and not one.is_leaf else one
 
 
+def _count_writes(written: Sequence[Tensor]) -> None:
+    """Count a write to each, as torch does where there are values."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (what torch's own subclasses use)
+        increment_version([one for one in written if not one.is_inference()])
+
+
 def _of_those_here(func: Any, args: Any, kwargs: Any) -> Any:
     """One of torch's functions on lists that change the first, without what this rank lacks."""
     here = [index for index, one in enumerate(args[0]) if not isinstance(one, Elsewhere)]
@@ -406,6 +416,7 @@ def _of_those_here(func: Any, args: Any, kwargs: Any) -> Any:
     absent = [one for one in tree_leaves((chosen, named)) if isinstance(one, Elsewhere)]
     if absent:
         raise absent[0].refused(f"{func.__name__} reads it")
+    _count_writes([one for one in args[0] if isinstance(one, Elsewhere)])
     return func(*chosen, **named) if here else None
 
 
@@ -421,8 +432,9 @@ class Blanks:
         self._device = device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
+    @torch.inference_mode(False)
     def absent_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter of the same shape, strides and dtype, without memory."""
+        """A parameter of the same shape, strides and dtype, without memory, that counts writes."""
         like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         absent = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, like, self._device)
         made = nn.Parameter(absent, requires_grad=parameter.requires_grad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.api import UnsupportedError
+from drivetrain_megatron import agreement
 from drivetrain_megatron.module_state import Change, ModuleState, Place, same_randomness, without_gradients
 from drivetrain_megatron.pipeline import steady
 from drivetrain_megatron.pipeline.batches import Dims, Rows, chosen, cut
 from drivetrain_megatron.pipeline.passage import Passage
 from drivetrain_megatron.pipeline.planning import Arguments, Planner
 from drivetrain_megatron.pipeline.reductions import Adjusting
+from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_megatron.pipeline.values import leaves
 from drivetrain_megatron.tensor.sharded import full_tensor
 
@@ -56,6 +58,7 @@ class Trials:
         data_group: data-parallel ranks without which no forward runs.
         last: this rank has the last stage.
         device: of this rank.
+        keeps_whole: is told why batches stay in one piece; ``None`` if that raises.
     """
 
     def __init__(
@@ -68,7 +71,11 @@ class Trials:
         data_group: dist.ProcessGroup | None,
         last: bool,
         device: torch.device,
+        keeps_whole: Callable[[str], None] | None,
     ) -> None:
+        self._keeps_whole = keeps_whole
+        self._wrote = False
+        """A trial has written to parameters, on any stage, which are not as they were."""
         self._module, self._planner, self._runner, self._whole = module, planner, runner, frozenset(whole)
         self._groups, self._data_group, self._last, self._device = groups, data_group, last, device
         self._known: dict[Any, Dims] = {}
@@ -104,8 +111,14 @@ class Trials:
                 break
             turn = min(turn, len(candidates) - 1)
         if found is None:
+            kind = type(self._module).__name__
+            why = f"{kind} cannot run on one micro-batch at a time, as a pipeline does: {problem}"
+            if self._keeps_whole is not None and not self._wrote:
+                self._keeps_whole(why)
+                self._known[key] = tuple(None for _ in leaves(arguments))
+                return self._known[key]
             raise UnsupportedError(
-                f"{type(self._module).__name__} cannot run on one micro-batch at a time, as a pipeline does: {problem}",
+                why,
                 cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece; or compute what mixes "
                 "samples in the loss, and use layers that do not (GroupNorm or LayerNorm for BatchNorm).",
             )
@@ -152,15 +165,18 @@ class Trials:
             wrong = _first_line(problem)
             # Each rank finds the same, since it knows the same shapes.
             return next((one for one, *_ in self._everybody((wrong,)) if one), "")
+        before = self._written()
         wrong, changes, carries = self._compared(whole, parts, ways)
         counted, problem_here = self._states(changes)
         problem_here = problem_here or carries
         spanning = {str(place): one for place, one in changes[0].items() if self._spans(place) and not one.tensors}
-        told = self._everybody((wrong, problem_here, {name: one.value for name, one in spanning.items()}))
-        for one, other, _ in told:
+        here = {name: one.value for name, one in spanning.items()}
+        told = self._everybody((wrong, problem_here, here, before != self._written()))
+        self._wrote = self._wrote or any(wrote for *_, wrote in told)
+        for one, other, *_ in told:
             if one or other:
                 return str(one or other)
-        uneven = {name for *_, mine in told for name in mine if any(name not in others for *_, others in told)}
+        uneven = {name for _, _, mine, _ in told for name in mine if any(name not in one for _, _, one, _ in told)}
         if uneven:
             return f"its forward changes {', '.join(sorted(uneven))}, and only some of the stages would do so"
         self.counted |= counted
@@ -230,6 +246,11 @@ class Trials:
             elif not change.tensors and not change.same(again.get(place)):
                 return set(), f"its forward adds to the attribute {place} by what is in the batch"
         return counted, ""
+
+    def _written(self) -> int:
+        """Return a number that changes with the values of this rank's parameters."""
+        here = [one for one in self._module.parameters() if not is_absent(one)]
+        return int(agreement.digest(here, self._device)) if self._keeps_whole is not None else 0
 
     def _spans(self, place: Place) -> bool:
         """Whether code of several stages is in this module's forward."""
