@@ -990,7 +990,7 @@ def loss_of_rows(output, batch):
 
 
 @script(
-    follows="losses_of_rows_in_a_stack losses_of_rows_joined one_loss_for_each_row sum_over_several_losses",
+    follows="losses_of_rows_in_a_stack losses_of_rows_joined",
     reference=lambda: by_hand(Net, loss_of_rows, loader()),
 )
 def losses_of_rows_in_train_step(accelerator):
@@ -1039,10 +1039,7 @@ def two_loaders():
     return [(torch.stack((x, z), 1), y) for (x, y), (z,) in zip(labelled, others, strict=False)]
 
 
-@script(
-    follows="two_loaders_zipped two_loaders_in_windows",
-    reference=lambda: by_hand(Net, loss_of_two_loaders, two_loaders(), lr=0.3),
-)
+@script(reference=lambda: by_hand(Net, loss_of_two_loaders, two_loaders(), lr=0.3))
 def two_loaders_in_train_step(accelerator):
     """Batches of two loaders are stacked into one for ``train_step``."""
     model, optimizer, labelled = start(accelerator, lr=0.3)

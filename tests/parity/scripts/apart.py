@@ -212,3 +212,44 @@ def all_freeze_what_the_main_process_would(accelerator):
         if accelerator.check_trigger():
             model.body.requires_grad_(False)
     return result(accelerator, losses, model=model)
+
+
+@script()
+def main_process_writes_weights(accelerator):
+    """``if accelerator.is_main_process:`` around a loop that shrinks the weights."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for epoch in range(2):
+        for x, y in batches:
+            losses.append(step_on(accelerator, model, optimizer, x, y))
+        if accelerator.is_main_process and epoch == 0:
+            shrink(model)
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def main_process_writes_the_first_weights(accelerator):
+    """``if accelerator.is_main_process:`` around a loop that shrinks one layer, before the first batch."""
+    model, optimizer, batches = start(accelerator)
+    if accelerator.is_main_process:
+        shrink(model.head)
+    losses = [step_on(accelerator, model, optimizer, x, y) for _ in range(2) for x, y in batches]
+    return result(accelerator, losses, model=model)
+
+
+@script(follows="main_process_writes_weights main_process_writes_the_first_weights")
+def all_write_weights(accelerator):
+    """All ranks shrink the weights after each epoch."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for _ in range(2):
+        for x, y in batches:
+            losses.append(step_on(accelerator, model, optimizer, x, y))
+        shrink(model)
+    return result(accelerator, losses, model=model)
+
+
+@torch.no_grad()
+def shrink(model):
+    for parameter in model.parameters():
+        parameter.mul_(0.9)

@@ -10,10 +10,11 @@ from torch.nn import functional as F
 N = 4 * BATCH
 
 
-def fit(accelerator, model, batches, loss_of, lr=0.3):
-    """The ordinary loop over batches of any kind."""
+def fit(accelerator, model, batches, loss_of, lr=0.3, prepared=lambda model: None):
+    """The ordinary loop over batches of any kind; ``prepared`` is given the prepared model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    prepared(model)
     losses = []
     for batch in batches:
         loss = loss_of(model, *batch)
@@ -475,7 +476,7 @@ def elements_by_their_own_values(accelerator):
     return fit_with_an_extra_term(accelerator, lambda logits, counts: logits[logits > 0].pow(2).sum())
 
 
-@script(follows="elements_by_a_mask elements_by_masked_select elements_by_their_own_values loss_of_masked_rows")
+@script(follows="elements_by_their_own_values")
 def elements_times_a_mask(accelerator):
     """A term of the loss multiplies by a mask, of the batch and of the values, in place of an index."""
     return fit_with_an_extra_term(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from parity_common import Net, build, loader, mean, points, result, script
+from parity_common import Net, build, loader, points, result, script
 from parity_scripts_losses import fit
 from torch.nn import functional as F
 
@@ -23,8 +23,8 @@ class Touched(Net):
         return self.head(self.body[3](self.body[2](hidden)))
 
 
-def touched(accelerator, kind):
-    return fit(accelerator, build(kind), loader(), lambda model, x, y: F.cross_entropy(model(x), y))
+def touched(accelerator, kind, prepared=lambda model: None):
+    return fit(accelerator, build(kind), loader(), lambda model, x, y: F.cross_entropy(model(x), y), prepared=prepared)
 
 
 class NormedByHook(Touched):
@@ -67,9 +67,7 @@ class NormedByFunction(Touched):
         return Norming.apply(hidden)
 
 
-@script(
-    whole_batch=SCALE, follows="gradients_normed_by_a_hook_in_forward gradients_masked_by_a_hook_in_forward"
-)
+@script(whole_batch=SCALE)
 def gradients_normed_by_a_function(accelerator):
     """A function of the script's own divides each row of its gradient by its norm."""
     return touched(accelerator, NormedByFunction)
@@ -115,18 +113,11 @@ def backward_hook_of_a_module(accelerator):
 @script(whole_batch=SCALE)
 def backward_pre_hook_of_a_module_after_prepare(accelerator):
     """``register_full_backward_pre_hook`` on a layer of the prepared model changes the gradient of its output."""
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-    model.body[0].register_full_backward_pre_hook(lambda module, made: tuple(map(normed, made)))
-    losses = []
-    for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(mean(accelerator, loss))
-    return result(accelerator, losses, model=model)
+    return touched(
+        accelerator,
+        Net,
+        lambda model: model.body[0].register_full_backward_pre_hook(lambda module, made: tuple(map(normed, made))),
+    )
 
 
 @script(whole_batch="reads the gradients of all rows of the batch")

@@ -1,4 +1,4 @@
-"""What a model's forward keeps from one call to the next, besides its parameters and buffers."""
+"""Models whose forward keeps something from one call to the next, besides parameters and buffers."""
 
 from __future__ import annotations
 
