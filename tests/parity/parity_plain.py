@@ -60,7 +60,7 @@ class Plain:
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         return tensor
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *, gradients: bool = False) -> Any:
         if isinstance(tensor, tuple):
             return tuple(map(self.gather, tensor))
         return tensor if tensor.ndim else tensor[None]

@@ -448,9 +448,15 @@ class Accelerator(ProcessControl):
 
     # ---- communication --------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate each tensor of a tree along dim 0 over data-parallel ranks; 0-d becomes 1-d. Collective."""
-        return metrics.gather(tensor, self.backend, debug=self._debug)
+    def gather(self, tensor: Any, *, gradients: bool = False) -> Any:
+        """Concatenate each tensor of a tree along dim 0 over data-parallel ranks; 0-d becomes 1-d. Collective.
+
+        Args:
+            tensor: shape ``(n, ...)`` each, of which ``(dp_size * n, ...)`` come back, the same on every rank.
+            gradients: keep the graph, for a loss that compares rows (contrastive losses), which each rank computes of
+                all rows: ``backward`` sends each row's gradient to the rank that has it, and is collective there too.
+        """
+        return metrics.gather(tensor, self.backend, debug=self._debug, gradients=gradients)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Every sample of the current global batch exactly once, in order: padding and repeats cut. Collective.

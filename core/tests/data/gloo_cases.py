@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.backend import RunSettings
+from drivetrain.backend import Capabilities, RunSettings
 from drivetrain.backends.base import DistributedBackend
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.kept_batches import KeptBatches
@@ -29,6 +29,8 @@ class Pair(NamedTuple):
 
 class Gloo(DistributedBackend):
     """The contract's own collectives on a process group of gloo; nothing to train."""
+
+    capabilities = Capabilities()
 
     def start(self) -> Topology:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

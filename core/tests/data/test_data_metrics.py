@@ -233,6 +233,37 @@ def test_a_repeated_loss_has_a_row_for_each_sample_gathered_for_metrics_or_cut_a
         assert cut == losses or world == 1, kind
 
 
+def with_gradients(context, size, padded):
+    """The gradient of a sum over all rows, each by its place, over ranks whose parts have different sizes."""
+    backend = context.backend
+    set_current_backend(backend)
+    factor = torch.tensor(2.0, requires_grad=True)
+    for batch in numbers(context, size, 4):
+        rows = batch.double()
+        if padded:
+            rows = pad_across_processes(rows, backend=backend)
+        found = gather({"rows": rows * factor, "labels": rows.clone(), "mean": factor * 3}, gradients=True)
+        every = gather(rows)
+        torch.testing.assert_close(found["rows"], 2 * every, rtol=0, atol=0)
+        assert found["labels"].tolist() == every.tolist()
+        assert not found["labels"].requires_grad
+        places = torch.arange(1.0, 1 + len(every), dtype=torch.float64)
+        ((found["rows"] * places).sum() + found["mean"].sum()).backward()
+        mean = backend.reduce(factor.grad.double(), "mean")
+        assert float(mean) == float((every * places).sum()) + 3 * backend.topology.dp_size
+        factor.grad = None
+    with torch.no_grad():
+        assert not gather(factor, gradients=True).requires_grad
+    return True
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("world", "size"), [(1, 13), (2, 13), (3, 13), (3, 26)])
+@pytest.mark.gate("3-13-*")
+def test_gradients_of_gathered_rows_go_to_the_ranks_that_have_them(world, size, padded):
+    assert all(on(world, "with_gradients", size=size, padded=padded))
+
+
 def short_rank(context):
     """Ranks with different numbers of batches."""
     seen = []
@@ -375,6 +406,7 @@ CASES = {
         rounds,
         streams,
         repeated,
+        with_gradients,
         short_rank,
         epochs_apart,
     )

@@ -506,3 +506,42 @@ def constants_read_of_the_output(accelerator):
         return (positive + right + len([row for row in logits])) * 1e-3  # noqa: C416 (iterating is what is tried)
 
     return fit_with_an_extra_term(accelerator, constant)
+
+
+class Encoder(nn.Module):
+    """``(B, F) -> (B, 8)``, of length 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh())
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return F.normalize(self.head(self.body(x)), dim=-1)
+
+
+def of_pairs(accelerator, model, x, y):
+    """The supervised contrastive loss over all rows of the global batch."""
+    codes, labels = accelerator.gather((model(x), y), gradients=True)
+    others = 1 - torch.eye(len(codes))
+    alike = (labels[:, None] == labels).float() * others
+    scores = codes @ codes.t() / 0.5
+    chances = scores - (scores.exp() * others).sum(1, keepdim=True).log()
+    return -((chances * alike).sum(1) / alike.sum(1).clamp(min=1)).mean()
+
+
+@script()
+def sum_over_the_rows_of_all_processes(accelerator):
+    """A cross entropy that is summed over rows of all processes, and divided by the constant 40."""
+
+    def loss_of(model, x, y):
+        logits, labels = accelerator.gather((model(x), y), gradients=True)
+        return F.cross_entropy(logits, labels, reduction="sum") / 40
+
+    return fit(accelerator, build(), loader(), loss_of)
+
+
+@script()
+def pairs_over_all_processes(accelerator):
+    """A contrastive loss of all rows, joined by ``accelerator.gather(..., gradients=True)``."""
+    return fit(accelerator, build(Encoder), loader(), lambda model, x, y: of_pairs(accelerator, model, x, y))

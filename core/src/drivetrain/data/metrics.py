@@ -17,7 +17,7 @@ from drivetrain.data.loader import LoadingContext
 from drivetrain.distributed import nested, trees
 from drivetrain.distributed.current import current_backend
 from drivetrain.distributed.watchdog import check_collective
-from drivetrain.errors import CollectiveMismatchError, UsageError
+from drivetrain.errors import CollectiveMismatchError, UnsupportedError, UsageError
 
 
 def rows_to_keep(sizes: Sequence[int], info: Pass | None, what: str, *, scalar: bool = False) -> list[int]:
@@ -111,7 +111,7 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
     )
 
 
-def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) -> Any:
+def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False, gradients: bool = False) -> Any:
     """Concatenate each tensor of a tree along dim 0 over the data-parallel ranks, by coordinate; 0-d becomes 1-d.
 
     As :func:`drivetrain.distributed.nested.gather`. In a loop whose current batch the ranks do not share in full, equal
@@ -125,18 +125,47 @@ def gather(tensor: Any, backend: Backend | None = None, *, debug: bool = False) 
         tensor: a tree of tensors; ``None`` is kept.
         backend: what to run on; ``None`` = the newest started.
         debug: compare the trees first on every device, see :mod:`drivetrain.distributed.nested`.
+        gradients: keep the graph. A backward through the result gives each row the sum of what all ranks have for it,
+            and is collective too. Since engines average gradients over ranks, a loss of all rows that each rank
+            computes trains as on one process.
 
     Raises:
         UsageError: a rank has no batch where this one is; a leaf that is no tensor.
+        UnsupportedError: ``gradients`` over several data-parallel ranks of a pipeline.
         CollectiveMismatchError: the ranks' structures, dtypes or shapes differ, or their batches.
     """
     backend = backend or current_backend()
-    info = _unequal_batch(backend) if backend.topology.dp_size > 1 else None
+    size = backend.topology.dp_size
+    gradients = gradients and torch.is_grad_enabled()
+    if gradients and size == 1:
+        check_collective("gather", tensor, compare="all", data_parallel=True)
+        alone = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in trees.tensors(tensor)]
+        return trees.with_tensors(tensor, alone)
+    if gradients and backend.capabilities.pipelined:
+        raise UnsupportedError(
+            "gather(gradients=True) of a pipeline's output, whose values are not known before backward, cannot join it "
+            f"with that of {size - 1} other data-parallel rank(s)",
+            cure="Compute the loss of each rank's own rows; or use as many ranks for the pipeline as there are, or "
+            "pipeline_parallel_size: 1.",
+        )
+    info = _unequal_batch(backend) if size > 1 else None
     if info is None:
-        return nested.gather(tensor, backend, debug=debug)
-    check_collective("gather", tensor, compare="dtypes", data_parallel=True)
-    with torch.no_grad():
-        return _gather_unequal(tensor, backend, info)
+        gathered = nested.gather(tensor, backend, debug=debug)
+        spans = [_by_rank([len(leaf) // size] * size) for leaf in trees.tensors(gathered)] if gradients else []
+    else:
+        check_collective("gather", tensor, compare="dtypes", data_parallel=True)
+        with torch.no_grad():
+            gathered, spans = _gather_unequal(tensor, backend, info)
+    if not gradients:
+        return gathered
+    joined = zip(trees.tensors(tensor), trees.tensors(gathered), spans, strict=True)
+    return trees.with_tensors(
+        gathered,
+        [
+            GatherWithGradients.apply(*each, backend)  # type: ignore[no-untyped-call]
+            for each in joined
+        ],
+    )
 
 
 def _unequal_batch(backend: Backend) -> Pass | None:
@@ -150,26 +179,56 @@ def _unequal_batch(backend: Backend) -> Pass | None:
     return None if equal and not rows.missing else current_batch(active, "gather")
 
 
-def _gather_unequal(data: Any, backend: Backend, info: Pass) -> Any:
+Span = tuple[int, int, int]
+"""Rows of one data-parallel rank: its coordinate, the first row, and the one after the last."""
+
+
+def _by_rank(sizes: Sequence[int]) -> list[Span]:
+    return [(rank, 0, size) for rank, size in enumerate(sizes)]
+
+
+class GatherWithGradients(torch.autograd.Function):
+    """Gathered rows, whose gradients go to the ranks that have the rows. Checks of losses know it by its name."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, gathered: Tensor, spans: Sequence[Span], backend: Backend) -> Tensor:
+        """Return what was gathered, which consists of these spans."""
+        ctx.shape, ctx.spans, ctx.backend = mine.shape, spans, backend
+        return gathered.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Add up gradients over the data-parallel ranks, and take those of this rank's rows. Collective."""
+        total = ctx.backend.reduce(gradients[0].contiguous())
+        parts = torch.split(total, [stop - start for _, start, stop in ctx.spans])
+        own = [
+            part for part, (rank, _, _) in zip(parts, ctx.spans, strict=True) if rank == ctx.backend.topology.dp_rank
+        ]
+        return torch.cat(own).view(ctx.shape), None, None, None
+
+
+def _gather_unequal(data: Any, backend: Backend, info: Pass) -> tuple[Any, list[list[Span]]]:
+    """Return the gathered tree, and of what rows each tensor consists."""
     leaves = trees.tensors(data)
     flat = nested.at_least_1d(leaves)
     sizes = _exchange_sizes(flat, backend, info)
     if not leaves:
-        return data
+        return data, []
     before = list(zip(*_exchange([_rows_before_padding(leaf) for leaf in leaves], backend), strict=True))
     parts = nested.gather_parts([_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)], backend)
+    spans = [_samples_first(part, size, padded, info) for part, size, padded in zip(parts, sizes, before, strict=True)]
     gathered = [
-        _samples_first(part, size, padded, info) for part, size, padded in zip(parts, sizes, before, strict=True)
+        torch.cat([part[rank, start:stop] for rank, start, stop in span])
+        for part, span in zip(parts, spans, strict=True)
     ]
-    return trees.with_tensors(data, gathered)
+    return trees.with_tensors(data, gathered), spans
 
 
-def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], info: Pass) -> Tensor:
+def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], info: Pass) -> list[Span]:
     rows = info.rows
     assert rows is not None
-    whole = [each[:count] for each, count in zip(part, size, strict=True)]
     if tuple(size) == rows.loaded or not rows.counted:
-        return torch.cat(whole)
+        return _by_rank(size)
     if len(set(size)) > 1:
         raise CollectiveMismatchError(
             f"ranks gave {', '.join(map(str, size))} rows to gather, and their batches have "
@@ -177,11 +236,12 @@ def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], inf
             cure="pad_across_processes evens out sizes; gather_for_metrics takes any.",
         )
     padded_rows = tuple(before or count for before, count in zip(padded, size, strict=True))
+    whole = [each[:count] for each, count in zip(part, size, strict=True)]
     repeated = size[0] == info.nominal_rows and all(bool((each == each[:1]).all()) for each in whole)
     if padded_rows != rows.loaded and not repeated:
-        return torch.cat(whole)
-    samples = [each[:count] for each, count in zip(whole, rows.real, strict=True)]
-    return torch.cat([*samples, *(each[count:] for each, count in zip(whole, rows.real, strict=True))])
+        return _by_rank(size)
+    samples = _by_rank(rows.real)
+    return [*samples, *((rank, count, size[rank]) for rank, _, count in samples)]
 
 
 def _rows_before_padding(leaf: Tensor) -> int:

@@ -11,6 +11,7 @@ and :func:`sums_over_batch` returns ``False``.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -470,6 +471,23 @@ class NoMean(NamedTuple):
     why: str
     rows_meet: bool = False
     normalised: bool = False
+
+
+def is_of_all_ranks(loss: Tensor) -> bool:
+    """Whether a loss is computed of the rows of all data-parallel ranks, which ``gather`` has joined with gradients.
+
+    The mean of such losses over ranks is each of them. Reads the first nodes of the graph. Local.
+    """
+    following, seen = deque([loss.grad_fn]), set[Any]()
+    while following and len(seen) < _MANY:
+        node = following.popleft()
+        if node is None or node in seen:
+            continue
+        if node.name() == "GatherWithGradientsBackward":
+            return True
+        seen.add(node)
+        following.extend(_inner(node))
+    return False
 
 
 def why_no_mean_of_rows(loss: Tensor, rows: int, ranks: int = 1) -> NoMean | None:

@@ -17,6 +17,7 @@ from drivetrain.loop.loss import (
     how_rows_meet_in_model,
     is_mean_of_labels,
     is_multiplied_by,
+    is_of_all_ranks,
     sums_over_batch,
     weighs_by_rows,
     why_no_mean_of_rows,
@@ -36,7 +37,7 @@ _SUM = (
 )
 _GATHER = (
     "Rows that meet in the loss are those of this process: before, join outputs and targets with those of the other "
-    "processes by torch.distributed.nn.functional.all_gather, which passes gradients back, for batches of one size."
+    "processes by accelerator.gather(outputs, gradients=True), and let each compute the loss of all rows."
 )
 _NORMALISE = (
     "Weights such as advantages, and targets, are normalised by numbers of all rows: every = "
@@ -105,6 +106,8 @@ class LossChecks:
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
         if self._first_rows.setdefault(model.index, number) != number:
             return  # A short batch, or one of another loader.
+        if is_of_all_ranks(loss):
+            return
         if number > 1 and model.index not in self._rows_meet:
             self._say_how_rows_meet(loss, model, number, steps)
         if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
@@ -158,7 +161,7 @@ class LossChecks:
                 "%s joins the %d rows of this batch in forward: %s. Over %d data-parallel rank(s) and windows of %d "
                 "micro-batch(es) those are the rows of one process and one micro-batch: training is not that of one "
                 "process with the whole batch. Where rows are to meet, join them with those of the other processes by "
-                "torch.distributed.nn.functional.all_gather, or use torch.nn.BatchNorm with sync_batch_norm: true; "
+                "accelerator.gather(rows, gradients=True), or use torch.nn.BatchNorm with sync_batch_norm: true; "
                 "where they are not, a layer takes another dim for the batch: torch.nn.MultiheadAttention and "
                 "TransformerEncoderLayer need batch_first=True.",
                 model.plain_class.__name__,
@@ -211,6 +214,8 @@ class LossChecks:
         if kind in self._judged:
             return
         self._judged.add(kind)
+        if is_of_all_ranks(loss):
+            return
         factors = factors_of_means(loss, own, rows.total)
         weighted = weighs_by_rows(self._factors.setdefault(kind[:4], factors), factors, ranks)
         by_constants = *kind[:4], 0 if weight == 1.0 else number
