@@ -622,6 +622,10 @@ MEANS_OF_ROWS = {
         F.cross_entropy(net(x), y) + F.cosine_similarity(net.weight[0], net.weight[1], dim=0)
     ),
     "learned weights": lambda net, x, y: F.cross_entropy(net(x), y) * (-net.bias[0]).exp() + net.bias[0],
+    "learned weights of a stack": lambda net, x, y: (
+        torch.stack([F.cross_entropy(net(x), y), F.mse_loss(net(x), hot(y))]) * (-net.bias[:2]).exp() + net.bias[:2]
+    ).sum(),
+    "a mean of a stack": lambda net, x, y: torch.stack([F.cross_entropy(net(x), y), F.mse_loss(net(x), hot(y))]).mean(),
     "centres": lambda net, x, y: F.cross_entropy(net(x) @ torch.ones(4, 6), y),
     "one row of weights for each row": lambda net, x, y: F.cross_entropy(net(x) @ net.weight[:, :1].repeat(1, 6), y),
     "a mean over classes of means": lambda net, x, y: F.mse_loss(net(x), hot(y), reduction="none").mean(0).mean(),

@@ -525,9 +525,7 @@ def _why_no_mean_of_several(terms: Sequence[_Term], rows: int) -> NoMean | None:
             return NoMean("it weighs them by numbers that were normalised over them", normalised=True)
         if name in _WITH_TARGETS and _has_normalised_targets(node, rows):
             return NoMean("it compares them with targets that were normalised over them", normalised=True)
-        number, below = _num_reduced(node), _next(node)
-        if below is not None and below.name() in _MEANS | _SUMS and _is_along_rows(below, rows):
-            number *= rows  # A mean over classes, of means over rows.
+        number = _num_averaged(node, rows)
         if why := _why_divided(term, rows):
             return NoMean(why)
         if number and not (_is_sum_of_any(node) and any(by % rows == 0 for by in term.divisors)):
@@ -537,6 +535,29 @@ def _why_no_mean_of_several(terms: Sequence[_Term], rows: int) -> NoMean | None:
         return NoMean(f"{_base(of_all).lower()}() of a number that all of them give together")
     odd = next((number for number in sizes.values() if number % rows), 0)
     return NoMean(f"it is over {odd} elements") if odd else None
+
+
+def _num_averaged(node: Any, rows: int) -> int:
+    """Elements that a term reduces, where they are not losses by themselves, as those of several tasks are."""
+    number, below = _num_reduced(node), _next(node)
+    if below is not None and below.name() in _MEANS | _SUMS and _is_along_rows(below, rows):
+        number *= rows  # A mean over classes, of means over rows.
+    return 0 if number % rows and _is_of_numbers(node) else number
+
+
+def _is_of_numbers(node: Any) -> bool:
+    """Whether the elements that a term reduces were stacked from numbers."""
+    pending, seen = _inner(node), set[Any]()
+    while pending and len(seen) < _MANY:
+        each = pending.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each.name() == "StackBackward0" and all(_is_scalar(one) for one in _inner(each)):
+            return True
+        if each.name() in _LINEAR | _PRODUCTS | _ELEMENTWISE:
+            pending.extend(_inner(each))
+    return False
 
 
 def _is_sum_of_any(node: Any) -> bool:
@@ -628,7 +649,9 @@ def _how_rows_meet(start: Any, rows: int) -> str:
         mixes = base in _MIXING or name in _OVER_ROWS or (name in _MEANS | _SUMS and not linear)
         if mixes and _is_along_rows(node, rows):
             return f"{base.lower()}() goes over all of them"
-        linear = linear and (name in _LINEAR | _MEANS | _SUMS or (name in _PRODUCTS and len(inner) == 1))
+        # A factor that is trained beside the rows, as the weight of a task is, leaves a mean linear in them.
+        by_one = name in _PRODUCTS and (len(inner) == 1 or _data_branches(node) < 2)
+        linear = linear and (name in _LINEAR | _MEANS | _SUMS or by_one)
         pending.extend((each, linear) for each in inner)
     return ""
 
