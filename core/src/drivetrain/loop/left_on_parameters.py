@@ -21,8 +21,9 @@ class LeftOnParameters:
         self._module = module
         named = _named(module)
         self._attributes = {name: its for name, one in named.items() if (its := _attributes(one))}
-        # By weak references: an engine frees parameters.
-        self._gradients = {name: (ref(one), one.grad) for name, one in named.items() if one.grad is not None}
+        # By weak references: an engine frees parameters. One that is on another rank refuses to be asked.
+        here = {name: one for name, one in named.items() if type(one).grad is Tensor.grad}
+        self._gradients = {name: (ref(one), one.grad) for name, one in here.items() if one.grad is not None}
 
     @torch.no_grad()
     def take_over(self) -> None:
