@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from drivetrain import Accelerator, load_config
 from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_megatron.pipeline import compiling
 from drivetrain_megatron.pipeline.batches import Rows
+from drivetrain_megatron.pipeline.calls import ModelCall
 from drivetrain_megatron.pipeline.cutting import partition
 from drivetrain_megatron.pipeline.skeleton import Elsewhere
 from drivetrain_testing import spawn
@@ -407,6 +409,10 @@ def kept_whole(section):
 
     for form in (pairs, ordinary, masked, pairs):
         loss_follows(made, plain, model, form, (ids, mask))
+    for _ in range(4):
+        made.backward(pairs(model(ids, mask)))
+    gc.collect()
+    assert sum(type(one) is ModelCall for one in gc.get_objects()) <= 1, "calls of earlier steps are kept"
     said = [text for text in told if "stays in one piece" in text]
     assert len(said) == 1, told
     assert "num_micro_batches: 1" in said[0]

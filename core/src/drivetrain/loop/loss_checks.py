@@ -106,10 +106,10 @@ class LossChecks:
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
         if self._first_rows.setdefault(model.index, number) != number:
             return  # A short batch, or one of another loader.
-        if is_of_all_ranks(loss):
-            return
         if number > 1 and model.index not in self._rows_meet:
             self._say_how_rows_meet(loss, model, number, steps)
+        if is_of_all_ranks(loss):
+            return
         if is_mean_of_labels(loss, None if rows is None else rows.real[self._dp_rank]):
             logger.warning(
                 "backward() was given a mean over labels (as a model called with `labels` returns it) or one weighted "

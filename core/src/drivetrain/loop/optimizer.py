@@ -97,7 +97,7 @@ class PreparedOptimizer(Optimizer):
         self._recorded, self._era = 0, 0
         """Number of its steps that were compared, and the era of the monitor in which they were."""
         self._state_read: tuple[str, int] | None = None
-        """Where the script has first had its state since the last step, and a digest of that state then."""
+        """The script's line that first had the state since the last step, and a digest of that state then."""
         self.come_back: Callable[[], None] | None = None
         """Set where an optimizer that was prepared later holds parameters of it: called before it steps again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -68,8 +69,9 @@ class Programs:
             try:
                 found = compiled(nodes, rows, outputs)
             except UnsupportedError as problem:
-                found = problem
+                found = copy.copy(problem)
             self._known[told] = found
         if isinstance(found, UnsupportedError):
-            raise found
+            # A copy has no traceback, which would keep what this call refers to, and grow with each.
+            raise copy.copy(found)
         return Recording(nodes, found)
