@@ -198,7 +198,12 @@ def test_a_tied_table_is_on_the_first_and_the_last_stage():
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel": "fsdp"},
             "data_parallel: fsdp",
         ),
-        ("resnet", 2, {"pipeline_parallel_size": 2}, "BatchNorm2d computes with all samples of a batch"),
+        (
+            "resnet",
+            2,
+            {"pipeline_parallel_size": 2, "num_micro_batches": 2},
+            "BatchNorm2d computes with all samples of a batch",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(model, ranks, section, why):
@@ -216,6 +221,21 @@ def test_a_batch_in_one_piece_takes_the_plainer_schedule():
     found = layout("resnet", 2, pipeline_parallel_size=2, num_micro_batches=1)
     assert not found.refused, found.refused
     assert found.title == "pp 2, gpipe, 1 micro-batch"
+
+
+def test_a_batch_that_training_does_not_cut_is_planned_in_one_piece():
+    found = layout("resnet", 2, pipeline_parallel_size=2)
+    written = layout("resnet", 2, pipeline_parallel_size=2, num_micro_batches=1)
+    assert (found.title, found.memory) == (written.title, written.memory)
+    (remark,) = found.remarks
+    assert remark.startswith("the batch stays in one piece, so that the stages wait for each other: BatchNorm2d")
+
+
+def test_a_pipeline_that_would_keep_the_batch_whole_is_not_offered():
+    found = estimates(request_for("resnet", 2))
+    refused = [each.refused for each in found if each.title.startswith("pp 2")]
+    assert refused
+    assert all("BatchNorm2d computes with all samples of a batch" in why for why in refused), refused
 
 
 def test_a_layout_can_be_written_and_read(tmp_path):

@@ -155,10 +155,13 @@ class PipelineEstimate(LayoutEstimate):
     def estimate(self) -> Estimate:
         degrees = self.degrees
         self._check()
+        if why := self._how_samples_meet():
+            return self._of_whole_batch(why)
         lists = action_lists(self._schedule, degrees.pipeline, self._stages_per_rank, self._parts)
         stages = self._cut()
         each = [self._traced(lists, stages, stage) for stage in range(stages.cut.num_stages)]
-        self._check_changes(lists, each)
+        if why := self._how_ranks_differ(lists, each):
+            return self._of_whole_batch(why)
         sizes = self.made.sizes(degrees.tensor)
         owners = {
             name: {rank_of_stage(self.section, stage, degrees.pipeline) for stage in holders}
@@ -243,13 +246,32 @@ class PipelineEstimate(LayoutEstimate):
                 "which would wait for each other most of the time",
                 cure=f"Plan with a batch of {stages} samples or more.",
             )
+
+    def _how_samples_meet(self) -> str:
+        """Say which layer computes with all samples of a batch that would be cut; empty where none does."""
         mixing = next((part for part in self.request.model.modules() if isinstance(part, _MIX_SAMPLES)), None)
-        if mixing is not None and self._parts > 1:
+        if mixing is None or self._parts == 1:
+            return ""
+        return f"{type(mixing).__name__} computes with all samples of a batch"
+
+    def _of_whole_batch(self, why: str) -> Estimate:
+        """Estimate the batch in one piece, in which training keeps it where the section lets it.
+
+        Raises:
+            UnsupportedError: it asks for micro-batches, or for no pipeline: one whose stages wait for each other is not
+                offered.
+        """
+        section = self.section
+        open_counts = section.num_micro_batches is None and section.data_parallel != "fsdp"
+        if not open_counts or section.pipeline_parallel_size is None:
             raise UnsupportedError(
                 f"{type(self.request.model).__name__} cannot run on one micro-batch at a time, as a pipeline does: "
-                f"{type(mixing).__name__} computes with all samples of a batch",
+                f"{why}",
                 cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece; or use GroupNorm.",
             )
+        whole = PipelineEstimate(self.made, self.degrees, section.model_copy(update={"num_micro_batches": 1}))
+        found = whole.estimate()
+        return replace(found, remarks=[f"the batch stays in one piece, so that the stages wait for each other: {why}"])
 
     # ---- where it is cut, and what a stage does ---------------------------------------------------------------------
 
@@ -359,19 +381,16 @@ class PipelineEstimate(LayoutEstimate):
             parts = {"F": forward, "I": backward[:end], "W": backward[end:]}
         return _Traced(parts, trace, list(ring.sent), changed, not stage)
 
-    def _check_changes(self, lists: ActionLists, each: Sequence[_Traced]) -> None:
-        """Raise where ranks would keep other attributes, as the trial of a batch in parts does."""
+    def _how_ranks_differ(self, lists: ActionLists, each: Sequence[_Traced]) -> str:
+        """Say which attributes only some ranks would change, as the trial of a batch in parts does; empty for none."""
         ranks: list[set[str]] = [set() for _ in lists.ranks]
         for stage, rank in enumerate(lists.owner):
             ranks[rank] |= each[stage].changed
         everywhere, somewhere = set(ranks[0]).intersection(*ranks[1:]), set[str]().union(*ranks)
         uneven = sorted(somewhere - everywhere)
-        if uneven and self._parts > 1:
-            raise UnsupportedError(
-                f"{type(self.request.model).__name__} cannot run on one micro-batch at a time, as a pipeline does: its "
-                f"forward changes {', '.join(uneven)}, and only some of the stages would do so",
-                cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece.",
-            )
+        if not uneven or self._parts == 1:
+            return ""
+        return f"its forward changes {', '.join(uneven)}, and only some of the stages would do so"
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
