@@ -33,6 +33,12 @@ CAPABILITIES = Capabilities(
 )
 
 
+def in_memory_order(value: Tensor, parameter: Tensor) -> Tensor:
+    """Flatten a value in the order in which its parameter lies in memory, in which random numbers are drawn for it."""
+    laid_out = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
+    return laid_out.copy_(value).as_strided((value.numel(),), (1,))
+
+
 class FlatParameters:
     """The trainable parameters of a module, laid one after the other into one buffer that they become views of."""
 
@@ -47,14 +53,14 @@ class FlatParameters:
             return
         self.held = trained
         assert len({each.dtype for each in self.held}) <= 1, "one buffer has one dtype"
-        self.values = torch.cat([each.detach().flatten() for each in self.held] or [torch.zeros(0)])
+        self.values = torch.cat([in_memory_order(each.detach(), each) for each in self.held] or [torch.zeros(0)])
         for each, part in zip(self.held, self.parts(self.values), strict=True):
             each.data = part
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a buffer that is laid out as this one."""
-        sizes = [each.numel() for each in self.held]
-        return [part.view_as(each) for part, each in zip(flat.split(sizes), self.held, strict=True)]
+        """Each parameter's part of a buffer that is laid out as this one, with the strides of the parameter."""
+        parts = flat.split([each.numel() for each in self.held])
+        return [part.as_strided(each.shape, each.stride()) for part, each in zip(parts, self.held, strict=True)]
 
     def gradient(self) -> Tensor:
         """One flat gradient; zero where a parameter has none."""
@@ -66,7 +72,8 @@ class FlatParameters:
                 cure="Write into the parameter: `with torch.no_grad(): p.copy_(values)`.",
             )
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.held]
-        return torch.cat([each.flatten() for each in gradients] or [torch.zeros(0)])
+        flat = [in_memory_order(gradient, each) for gradient, each in zip(gradients, self.held, strict=True)]
+        return torch.cat(flat or [torch.zeros(0)])
 
 
 class ToyTrainable(TorchTrainable):

@@ -195,10 +195,14 @@ def test_some_scripts_learn(expected_of_some):
 @pytest.mark.slow
 def test_every_script_learns(expected):
     """A script whose weights do not move, or whose losses are all alike, would be the same anywhere."""
-    for name, (losses, weights) in expected.items():
-        assert weights, name
-        assert all(value.isfinite().all() for value in weights.values()), name
-        assert len(losses) < 2 or max(losses) - min(losses) > 1e-3, name
+    still = [
+        name
+        for name, (losses, weights) in expected.items()
+        if not weights
+        or not all(value.isfinite().all() for value in weights.values())
+        or (len(losses) > 1 and max(losses) - min(losses) <= 1e-3)
+    ]
+    assert not still
 
 
 WEIGHTS = {"w": torch.ones(3)}

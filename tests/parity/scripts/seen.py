@@ -138,5 +138,5 @@ def gradients_of_activations_kept(accelerator):
         optimizer.zero_grad()
         accelerator.backward(F.cross_entropy(model(x), y))
         optimizer.step()
-        spreads.append(float(kept[0].grad.abs().mean(0).std()))
+        spreads.append(float(kept[0].grad.abs().sum(0).std()))
     return result(accelerator, spreads, model=model)
