@@ -69,6 +69,35 @@ def test_ranks_that_wait_for_each_other_at_two_lines_are_told_so(launch, script)
     assert lines[begin + 2] == f"  rank 1: waits in recv at job.py:10; {last}", lines
 
 
+ONE_CALLS = """
+    import torch
+    from torch import distributed as dist
+    from drivetrain import Accelerator
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(1))
+    dist.recv(torch.ones(1), 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_call_of_the_main_process_alone_is_no_wait_for_slow_ranks(launch, script):
+    done = launch(f"{SETTINGS} process_group.timeout_seconds=10", script(ONE_CALLS))
+    assert done.returncode, done.stderr
+    lines = done.stderr.splitlines()
+    # Early reports may be of ranks that were on their way.
+    text = "all ranks wait at different lines, for 1 s so far, most likely for each other"
+    begin = next(
+        index
+        for index, each in enumerate(lines)
+        if each.startswith(text) and lines[index + 1].endswith("last call: gather at job.py:8")
+    )
+    assert "rank has made a call that others have not, as under `if accelerator.is_main_process:`" in lines[begin]
+    assert lines[begin + 1] == "  rank 0: waits in gather at job.py:8; last call: gather at job.py:8", lines
+    assert lines[begin + 2] == "  rank 1: waits in recv at job.py:9; last call: prepare at job.py:6", lines
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.gate("2")
 def test_a_stopped_run_says_where_every_rank_was(launcher, script, tmp_path, how):

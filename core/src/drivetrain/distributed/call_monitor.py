@@ -84,7 +84,8 @@ _PAUSE_SECONDS = 0.0002, 0.02
 """Shortest and longest pause between two looks of a rank that waits."""
 
 _STEPS = frozenset({"step", "train_step"})
-_LONG_CALLS = ("save_state", "save_model", "load_state", "prepare", "evaluation", "compile")
+_LONG_PHASES = ("evaluation", "compile")
+_LONG_CALLS = ("save_state", "save_model", "load_state", "prepare", *_LONG_PHASES)
 
 _HERE = str(Path(__file__).parent.parent)
 _READING = (f"{_HERE}/data/loader.py", f"{_HERE}/data/source.py")
@@ -611,7 +612,9 @@ class CallMonitor:
         found = [_Status.read(each, was) for each, was in zip(self._statuses(), before, strict=True)]
         fewest = min(each.number for each in found)
         behind = {rank for rank, each in enumerate(found) if each.number == fewest}
-        if len(behind) == self._world:
+        if all(each.is_held for each in found) and len({each.where for each in found}) > 1:
+            behind = set()
+        elif len(behind) == self._world:
             # All have made the same calls: those that have returned from the last one are waited for.
             behind = {rank for rank, each in enumerate(found) if not each.waits}
             if len(behind) == self._world:
@@ -619,6 +622,7 @@ class CallMonitor:
         told: dict[str, list[int]] = {}
         for rank, each in enumerate(found):
             told.setdefault(each.text, []).append(rank)
+        last = "The run goes on as soon as these ranks do; process_group.timeout_seconds limits how long that may take."
         late = sorted(behind)
         if late:
             slow = all(found[rank].works for rank in late)
@@ -627,14 +631,15 @@ class CallMonitor:
         elif len({each.where for each in found}) > 1:
             first = (
                 f"all ranks wait at different lines, for {self._limit:g} s so far, most likely for each other (some "
-                "rank calls the models, or backward for their losses, in another order), or in one slow call:"
+                "rank has made a call that others have not, as under `if accelerator.is_main_process:`, or calls the "
+                "models, or backward for their losses, in another order), or in one slow call:"
             )
+            last = "Ranks that wait for each other do so until process_group.timeout_seconds is over."
         else:
             first = (
                 f"all ranks are in one call, for {self._limit:g} s so far: it is slow (a first call may compile), or "
                 "they pass different losses to it (those of two models, in another order on some rank):"
             )
-        last = "The run goes on as soon as these ranks do; process_group.timeout_seconds limits how long that may take."
         return "\n".join([first, *_by_ranks(told), last])
 
     def _statuses(self) -> list[str]:
@@ -672,9 +677,22 @@ class _Status:
         return self.alive and self.where.startswith("waits ")
 
     @property
+    def is_held(self) -> bool:
+        """Whether its main thread stays where it is, inside of a call that communicates and takes no time by itself."""
+        return self.waits and not self.works
+
+    @property
     def works(self) -> bool:
         """Whether it certainly goes on: it runs Python code, has just made a call, or is in one that takes long."""
-        return self.alive and (self.moves or not self.where or self.last.startswith(_LONG_CALLS))
+        return self.alive and (self.moves or not self.where or self._is_in_long_call)
+
+    @property
+    def _is_in_long_call(self) -> bool:
+        """Whether its last call takes long, and its script has not gone on to another line since."""
+        if not self.last.startswith(_LONG_CALLS):
+            return False
+        line = self.last.partition(", batch ")[0].partition(" at ")[2]
+        return self.last.startswith(_LONG_PHASES) or not line or self.where.endswith(f" at {line}")
 
     @property
     def text(self) -> str:
