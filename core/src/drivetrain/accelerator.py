@@ -179,6 +179,7 @@ class Accelerator(ProcessControl):
             on_step=self._step_ended if saves_first or checks or registry.listens("step_ended") else None,
             place=self._active.place,
             kept=self._active.kept,
+            num_samples=self._active.num_samples,
         )
         per_process = resolved.config.scheduler.step_per_process
         if step_scheduler_per_process is not None:

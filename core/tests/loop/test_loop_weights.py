@@ -386,6 +386,22 @@ def test_what_is_no_sum_over_the_batch_or_not_surely_passes(loss):
 
 
 @pytest.mark.parametrize(
+    ("loss", "samples", "found"),
+    [
+        (lambda z: 53 / len(z) * _each(z).sum(), 53, False),
+        (lambda z: -(53 / len(z)) * sum(_each(z)), 53, False),
+        (lambda z: 53 / len(z) * F.cross_entropy(z, _labels, reduction="sum") + _layer.weight.pow(2).sum(), 53, False),
+        (lambda z: 53 / len(z) * _each(z).sum() / 1000, 53, False),
+        (lambda z: 53 / len(z) * _each(z).sum(), 0, True),
+        (lambda z: 53 / len(z) * _each(z).sum(), 54, True),
+        (lambda z: 53 / len(z) * _each(z).sum() + F.cross_entropy(z, _labels, reduction="sum") / 7, 53, True),
+    ],
+)
+def test_a_sum_that_estimates_that_of_the_data_set_passes(loss, samples, found):
+    assert sums_over_batch(loss(_layer(torch.randn(ROWS, 6))), ROWS, RANKS, samples) is found
+
+
+@pytest.mark.parametrize(
     ("loss", "found"),
     [
         (lambda z: F.cross_entropy(z, _labels, reduction="sum") / (RANKS * ROWS), True),
@@ -659,6 +675,21 @@ def test_a_sum_times_the_ranks_is_meant_as_it_is() -> None:
     for total in (by_rows(net(x), y).sum(), F.cross_entropy(net(x), y, reduction="sum")):
         assert why_no_mean_of_rows(total * 3 / torch.tensor(13), 6, 3) is None
         assert why_no_mean_of_rows(total / torch.tensor(13), 6, 3) is not None
+
+
+def test_a_number_that_may_be_of_all_ranks_is_told() -> None:
+    net, x, y = nn.Linear(5, 4), torch.randn(6, 5), torch.arange(6) % 4
+    some = by_rows(net(x), y)[:4].sum()
+    for loss in (some / 4.5, some / torch.tensor(4.5), some * (1 / 4.5)):
+        found = why_no_mean_of_rows(loss, 6)
+        assert found is not None
+        assert found.divided_by == pytest.approx(4.5)
+    masked = why_no_mean_of_rows((by_rows(net(x), y) * SOME).sum() / SOME.sum(), 6)
+    assert masked is not None
+    assert masked.divided_by == 0
+    mean = why_no_mean_of_rows(by_rows(net(x), y)[:4].mean(), 6)
+    assert mean is not None
+    assert mean.divided_by == 0
 
 
 def test_a_mask_within_a_single_row_is_known() -> None:

@@ -6,6 +6,7 @@ import torch
 from parity_common import BATCH, CLASSES, FEATURES, Net, build, loader, mean, noise, points, result, script
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 N = 4 * BATCH
 
@@ -545,3 +546,30 @@ def sum_over_the_rows_of_all_processes(accelerator):
 def pairs_over_all_processes(accelerator):
     """A contrastive loss of all rows, joined by ``accelerator.gather(..., gradients=True)``."""
     return fit(accelerator, build(Encoder), loader(), lambda model, x, y: of_pairs(accelerator, model, x, y))
+
+
+@script()
+def divided_by_the_boxes_of_all_ranks(accelerator):
+    """Detection: a sum over the boxes of this rank's images, divided by the mean number of boxes of a rank."""
+    boxes = torch.arange(N) % 7 % 3 + 1
+
+    def loss_of(model, x, target, number):
+        there = torch.arange(4) < number[:, None]
+        mean_of_ranks = accelerator.reduce(number.sum().float(), "mean")
+        return (model(x) - target).abs()[there].sum() / max(mean_of_ranks.item(), 1.0)
+
+    return fit(accelerator, build(), loader(points()[0], noise(N, CLASSES, seed=4), boxes), loss_of, lr=0.1)
+
+
+@script()
+def likelihood_of_all_data(accelerator):
+    """Variational inference: the likelihood of a batch is extrapolated to all samples, ``N / len(x) * sum``."""
+    samples = N + 5
+    x, target = noise(samples, FEATURES, seed=5), noise(samples, CLASSES, seed=6)
+    data = DataLoader(TensorDataset(x, target), batch_size=BATCH, drop_last=True)
+
+    def loss_of(model, x, target):
+        apart = (model(x) - target).square()
+        return samples / len(x) * apart.sum() / 1000
+
+    return fit(accelerator, build(), data, loss_of, lr=0.3)

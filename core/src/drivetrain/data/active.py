@@ -144,6 +144,14 @@ class ActiveLoaders:
         self._place = None if one.rows is None else one.place
         return self._place
 
+    def num_samples(self) -> int:
+        """Samples of the data set that the current batch is of; 0 where that is not known. Local."""
+        dataset = getattr(self._passes[-1].loader, "dataset", None) if self._passes else None
+        try:
+            return len(dataset) if dataset is not None else 0
+        except TypeError:  # A stream.
+            return 0
+
     def is_last_batch(self) -> bool:
         """Whether the current batch is its loader's last on this rank; ``False`` outside of every loop."""
         return bool(self._passes) and self._passes[-1].is_last

@@ -90,6 +90,7 @@ class TrainingLoop:
         on_step: called with ``(step, skipped)`` after each optimizer step; ``None`` for no callback.
         place: returns the batch that the script is at, on which ranks must agree.
         kept: uneven batches that the script still holds; ``None`` where no loader is prepared.
+        num_samples: returns the samples of the data set that the current batch is of; 0 where that is not known.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class TrainingLoop:
         on_step: Callable[[int, bool], None] | None = None,
         place: Callable[[], Place | None] = lambda: None,
         kept: KeptBatches | None = None,
+        num_samples: Callable[[], int] = lambda: 0,
     ) -> None:
         self.backend, self.steps = backend, steps
         self._scales_losses = backend.settings.precision.loss_scaling
@@ -116,7 +118,7 @@ class TrainingLoop:
         self.clipped_to = 0.0
         """The norm to which the gradients of the next step were clipped; 0 for none."""
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
-        self.checks = LossChecks(backend.topology, count_items=count_items)
+        self.checks = LossChecks(backend.topology, num_samples, count_items=count_items)
         self._weights = LossWeights(backend, kept)
         self.called: list[int] = []
         """Numbers of the models whose forwards communicate, as they were called since the last reduction; each once for

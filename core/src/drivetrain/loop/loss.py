@@ -466,11 +466,13 @@ class NoMean(NamedTuple):
         why: as part of a sentence about the rows.
         rows_meet: they are compared or combined before they are reduced.
         normalised: they are weighed by numbers that were normalised over them.
+        divided_by: number that a sum is divided by, which may be of the items of all ranks; 0 where there is none.
     """
 
     why: str
     rows_meet: bool = False
     normalised: bool = False
+    divided_by: float = 0.0
 
 
 def is_of_all_ranks(loss: Tensor) -> bool:
@@ -503,12 +505,13 @@ def why_no_mean_of_rows(loss: Tensor, rows: int, ranks: int = 1) -> NoMean | Non
     """
     terms = [term for term in _terms(loss.grad_fn) if not (_is_sum_of_any(term.node) and _is_meant(term, ranks))]
     if rows == 1:
-        return next((NoMean(why) for term in terms if (why := _why_divided(term, rows))), None)
+        return next((found for term in terms if (found := _why_divided(term, rows))), None)
     return _why_no_mean_of_several(terms, rows)
 
 
 def _why_no_mean_of_several(terms: Sequence[_Term], rows: int) -> NoMean | None:
     sizes: dict[tuple[str, int], int] = {}
+    divisors: dict[tuple[str, int], float] = {}
     functions: dict[str, int] = {}
     for term in terms:
         node, name = term.node, term.node.name()
@@ -526,15 +529,16 @@ def _why_no_mean_of_several(terms: Sequence[_Term], rows: int) -> NoMean | None:
         if name in _WITH_TARGETS and _has_normalised_targets(node, rows):
             return NoMean("it compares them with targets that were normalised over them", normalised=True)
         number = _num_averaged(node, rows)
-        if why := _why_divided(term, rows):
-            return NoMean(why)
+        if divided := _why_divided(term, rows):
+            return divided
         if number and not (_is_sum_of_any(node) and any(by % rows == 0 for by in term.divisors)):
             sizes[name, number] = sizes.get((name, number), 0) + number
+            divisors[name, number] = _divided_by(term)
     # A loop may add a loss for each row.
     if of_all := next((name for name, number in functions.items() if number % rows), ""):
         return NoMean(f"{_base(of_all).lower()}() of a number that all of them give together")
-    odd = next((number for number in sizes.values() if number % rows), 0)
-    return NoMean(f"it is over {odd} elements") if odd else None
+    odd = next((kind for kind, number in sizes.items() if number % rows), None)
+    return NoMean(f"it is over {sizes[odd]} elements", divided_by=divisors[odd]) if odd else None
 
 
 def _num_averaged(node: Any, rows: int) -> int:
@@ -571,11 +575,21 @@ def _is_meant(term: _Term, ranks: int) -> bool:
     return ranks > 1 and any(factor is not None and _is_multiple(factor, ranks) for factor in term.factors)
 
 
-def _why_divided(term: _Term, rows: int) -> str:
-    """Say which number of this rank's rows alone a term is divided by; empty where there is none."""
+def _why_divided(term: _Term, rows: int) -> NoMean | None:
+    """Say which number, not that of this rank's rows, a term is divided by; ``None`` where there is none."""
+    if _counts_by_mask(term, rows):
+        return NoMean("it is divided by the number of elements that a mask leaves")
     if _is_sum_of_any(term.node) and rows > 1 and any(float(by) % rows for by in _tensors_divided_by(term)):
-        return "it is a sum, divided by a number that is not theirs"
-    return "it is divided by the number of elements that a mask leaves" if _counts_by_mask(term, rows) else ""
+        return NoMean("it is a sum, divided by a number that is not theirs", divided_by=_divided_by(term))
+    return None
+
+
+def _divided_by(term: _Term) -> float:
+    """Return what a sum is divided by, a number or a tensor of one; 0 where that is nothing."""
+    if not _is_sum_of_any(term.node):
+        return 0.0
+    tensors = _tensors_divided_by(term)
+    return float(tensors[0]) if tensors else next((1.0 / each for each in term.factors if each and each < 1), 0.0)
 
 
 def _tensors_divided_by(term: _Term) -> list[Tensor]:
@@ -829,7 +843,7 @@ def leaves(loss: Tensor) -> Iterator[Tensor]:
 # ---- sums -----------------------------------------------------------------------------------------------------------
 
 
-def sums_over_batch(loss: Tensor, rows: int, ranks: int) -> bool:
+def sums_over_batch(loss: Tensor, rows: int, ranks: int, samples: int = 0) -> bool:
     """Whether a loss has a term that is a sum over the rows of this rank's batch and is not divided by their number.
 
     Reads the values of constants only where it finds such a sum. Local.
@@ -838,16 +852,18 @@ def sums_over_batch(loss: Tensor, rows: int, ranks: int) -> bool:
         loss: one number, with its graph.
         rows: of this rank's batch. A sum over one row is its mean, and never found.
         ranks: data-parallel ranks. A sum that is multiplied by them (or a multiple) is meant as it is.
+        samples: of the data set; 0 where that is not known. A sum times ``samples / rows`` estimates that of all of
+            them: its mean over ranks is what one process gives, since smaller batches are multiplied by more.
     """
     if rows < 2 or loss.grad_fn is None:
         return False
     terms = list(_terms(loss.grad_fn))
     return any(
-        ((_is_sum(term) and not _is_scaled(term, rows, ranks)) or _is_weighted_by_rows(term, rows, ranks))
+        ((_is_sum(term) and not _is_scaled(term, rows, ranks, samples)) or _is_weighted_by_rows(term, rows, ranks))
         and _has_rows(term.node, rows)
         and _comes_from_batch(term.node, rows, term.divisors)
         for term in terms
-    ) or _adds_rows(terms, rows, ranks)
+    ) or _adds_rows(terms, rows, ranks, samples)
 
 
 def _is_sum(term: _Term) -> bool:
@@ -866,7 +882,7 @@ def _is_weighted_by_rows(term: _Term, rows: int, ranks: int) -> bool:
     return not any(factor is None or factor == 0 or _is_multiple(factor, ranks) for factor in others)
 
 
-def _adds_rows(terms: Sequence[_Term], rows: int, ranks: int) -> bool:
+def _adds_rows(terms: Sequence[_Term], rows: int, ranks: int, samples: int) -> bool:
     """Whether a loop adds a loss for each row: as many terms of one kind, each of a single row, as there are rows."""
     alike: dict[Any, list[_Term]] = {}
     for term in terms:
@@ -875,7 +891,7 @@ def _adds_rows(terms: Sequence[_Term], rows: int, ranks: int) -> bool:
             alike.setdefault((term.node.name(), sizes, term.factors, term.divisors), []).append(term)
     return any(
         len(several) % rows == 0
-        and not _is_scaled(several[0], rows, ranks)
+        and not _is_scaled(several[0], rows, ranks, samples)
         and not (None in several[0].factors and _normalised(several))
         and all(_comes_from_batch(term.node, rows) for term in several[:rows])
         for several in alike.values()
@@ -955,9 +971,12 @@ def _has_rows(node: Any, rows: int) -> bool:
     return False
 
 
-def _is_scaled(term: _Term, rows: int, ranks: int) -> bool:
+def _is_scaled(term: _Term, rows: int, ranks: int, samples: int) -> bool:
     """Whether a factor shows that the sum is intended."""
     counts = _counts(_sizes(term.node), rows)
+    known = [factor for factor in term.factors if factor is not None]
+    if samples and any(math.isclose(abs(one) * rows, samples, rel_tol=1e-6) for one in (*known, math.prod(known))):
+        return True
     if term.node.name() in _NLL:
         # Labels that do not count are left out of the number that a script divides by.
         counts.add(int((term.node._saved_target != _ignored(term.node)).sum()))  # noqa: SLF001

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
@@ -35,6 +35,10 @@ _SUM = (
     "f of the mean m is right as m * f'(M), where M is accelerator.reduce(m.detach(), 'mean'): for a root, "
     "m / (2 * M.sqrt())."
 )
+_DIVIDED = (
+    " Where {:.6g} is the number of items of all ranks divided by the ranks, as all_reduce(n) / world_size gives it, "
+    "the loss is right as it is."
+)
 _GATHER = (
     "Rows that meet in the loss are those of this process: before, join outputs and targets with those of the other "
     "processes by accelerator.gather(outputs, gradients=True), and let each compute the loss of all rows."
@@ -55,11 +59,12 @@ class LossChecks:
 
     Args:
         topology: of the run.
+        num_samples: returns the samples of the data set that the current batch is of; 0 where that is not known.
         count_items: means are weighed by the items that they are means over.
     """
 
-    def __init__(self, topology: Topology, *, count_items: bool) -> None:
-        self._topology, self._count_items = topology, count_items
+    def __init__(self, topology: Topology, num_samples: Callable[[], int], *, count_items: bool) -> None:
+        self._topology, self._num_samples, self._count_items = topology, num_samples, count_items
         self._dp_size, self._dp_rank = topology.dp_size, topology.dp_rank
         self._looked_at: dict[int, int] = {}
         """Number of losses that each model has had, until one of them was warned of."""
@@ -126,12 +131,13 @@ class LossChecks:
             logger.warning(
                 "backward() was given a loss that is not the mean of what the %d row(s) of this batch give each: %s. "
                 "Over %d data-parallel rank(s) and windows of %d micro-batch(es) such numbers are averaged, which is "
-                "not that of all rows. %s",
+                "not that of all rows. %s%s",
                 number,
                 found.why,
                 self._dp_size,
                 steps,
                 _GATHER if found.rows_meet else _NORMALISE if found.normalised else _SUM,
+                _DIVIDED.format(found.divided_by) if found.divided_by else "",
             )
             self._looked_at[model.index] = _MOST_LOOKS
 
@@ -233,7 +239,7 @@ class LossChecks:
                 ranks,
                 ranks,
             )
-        if weighted == "by all" or (not judged and sums_over_batch(loss, number, ranks)):
+        if weighted == "by all" or (not judged and sums_over_batch(loss, number, ranks, self._num_samples())):
             self._judged -= {kind, by_constants}
             raise UsageError(
                 f"the loss is a sum over this rank's {rows.real[self._dp_rank]} rows, and losses are averaged over "
