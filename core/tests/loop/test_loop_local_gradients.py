@@ -62,6 +62,37 @@ def test_other_gradients_are_given_and_are_no_contributions():
     assert set(local.reached) == {net.head.bias}
 
 
+class Recomputes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            made = ctx.layer(x)
+        return None, None, *torch.autograd.grad(made, list(ctx.layer.parameters()), gradient)
+
+
+def test_a_function_that_takes_gradients_in_its_backward_is_part_of_it():
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    layer(x).square().mean().backward()
+    expected = layer.weight.grad
+    layer.zero_grad()
+    local = LocalGradients(layer, lambda: True)
+    made = Recomputes.apply(x, layer, *layer.parameters())
+    made.square().mean().backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
+    assert set(map(id, local.reached)) == set(map(id, layer.parameters()))
+    with pytest.raises(UsageError, match=r"torch\.autograd\.grad was asked for the gradient of weight"):
+        torch.autograd.grad(layer(x).sum(), layer.weight)
+    local.release()
+
+
 def test_the_first_gradient_of_each_backward_is_told():
     net, begun = model(), []
     local = LocalGradients(net, lambda: True, lambda: begun.append(len(local.reached)))

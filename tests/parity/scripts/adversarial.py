@@ -174,3 +174,35 @@ def gradient_reversal(accelerator):
         optimizer.step()
         losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model)
+
+
+class Potential(nn.Module):
+    """An energy, and its forces: the negative derivative by the positions; ``(B, F) -> (B,), (B, F)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, positions):
+        positions = positions.detach().requires_grad_()
+        energy = self.body(positions).squeeze(1)
+        (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        return energy, -slope
+
+
+@script()
+def forces_of_a_potential(accelerator):
+    """An interatomic potential: forward differentiates the energy, and the loss compares energies and forces."""
+    model = build(Potential)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = loader(noise(48, FEATURES, seed=2), noise(48, seed=3), noise(48, FEATURES, seed=4))
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for positions, energy, forces in data:
+        found, pulled = model(positions)
+        loss = F.mse_loss(found, energy) + F.mse_loss(pulled, forces)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)

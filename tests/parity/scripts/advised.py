@@ -555,7 +555,9 @@ class Adapted(Net):
         return self.head(found) + self.gain * self.adapter(found)
 
 
-@script(follows="adapter_after_prepare layer_appended parameter_registered_later buffer_after_prepare")
+@script(
+    follows="adapter_after_prepare layer_appended parameter_registered_later buffer_after_prepare a_network_that_grows"
+)
 def adapter_frozen_until_it_is_used(accelerator):
     """An adapter and a buffer are there before ``prepare``, and the adapter is frozen until the third step."""
     model, optimizer, batches = start(accelerator, Adapted, lr=0.3)

@@ -456,3 +456,113 @@ def mixture_density(accelerator):
     x, _ = points()
     model, optimizer, batches = start(accelerator, MixtureDensity, lr=0.05, data=loader(x, x.sum(1).sin()))
     return fit(accelerator, model, optimizer, batches, lambda model, x, y: -model(x).log_prob(y).mean())
+
+
+class Reverse(torch.autograd.Function):
+    """Two halves that change each other by turns: backward computes the inputs anew from the outputs."""
+
+    @staticmethod
+    def forward(ctx, x, one, other, *parameters):
+        a, b = x.chunk(2, 1)
+        with torch.no_grad():
+            a = a + one(b)
+            b = b + other(a)
+        ctx.layers = one, other
+        made = torch.cat([a, b], 1)
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (made,) = ctx.saved_tensors
+        one, other = ctx.layers
+        a, b = made.chunk(2, 1)
+        with torch.no_grad():
+            b = b - other(a)
+            a = a - one(b)
+        x = torch.cat([a, b], 1).requires_grad_()
+        with torch.enable_grad():
+            a, b = x.chunk(2, 1)
+            a = a + one(b)
+            b = b + other(a)
+            again = torch.cat([a, b], 1)
+        gradients = torch.autograd.grad(again, [x, *one.parameters(), *other.parameters()], gradient)
+        return gradients[0], None, None, *gradients[1:]
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        half = FEATURES // 2
+        self.one = nn.Sequential(nn.Linear(half, 16), nn.Tanh(), nn.Linear(16, half))
+        self.other = nn.Sequential(nn.Linear(half, 16), nn.Tanh(), nn.Linear(16, half))
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        parameters = [*self.one.parameters(), *self.other.parameters()]
+        return self.head(Reverse.apply(x, self.one, self.other, *parameters))
+
+
+@script()
+def reversible_layers(accelerator):
+    """An autograd function computes its inputs anew in backward, and calls ``torch.autograd.grad`` there."""
+    model = build(Reversible)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+    losses = []
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+class Latent(nn.Module):
+    """A variational autoencoder, whose forward makes the distributions; ``(B, F), (B, 4) -> (B, F), (B,)``."""
+
+    checks: bool | None = None
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(FEATURES, 8), nn.Linear(4, FEATURES)
+
+    def forward(self, x, noise):
+        centre, spread = self.encoder(x).chunk(2, 1)
+        prior = torch.distributions.Normal(0.0, 1.0, validate_args=self.checks)
+        found = torch.distributions.Normal(centre, (spread / 2).exp(), validate_args=self.checks)
+        apart = torch.distributions.kl_divergence(found, prior).sum(1)
+        return self.decoder(centre + noise * (spread / 2).exp()), apart
+
+
+class Unchecked(Latent):
+    checks = False
+
+
+def fit_latent(accelerator, kind):
+    model = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    x, _ = points()
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader(x, noise(4 * BATCH, 4)))
+    losses = []
+    for x, drawn in batches:
+        decoded, apart = model(x, drawn)
+        loss = (decoded - x).square().sum(1).mean() + apart.mean()
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def distributions_made_in_forward(accelerator):
+    """Forward makes ``torch.distributions.Normal`` of what its layers return."""
+    return fit_latent(accelerator, Latent)
+
+
+@script(follows="distributions_made_in_forward")
+def distributions_without_checks(accelerator):
+    """Forward makes its distributions with ``validate_args=False``."""
+    return fit_latent(accelerator, Unchecked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from parity_common import BATCH, CLASSES, FEATURES, Net, build, loader, mean, points, result, script
 from torch import nn
 from torch.nn import functional as F
@@ -558,4 +559,24 @@ def old_optimizer_steps_again(accelerator):
     second = accelerator.prepare(AdamW(model.parameters(), lr=0.02))
     for number, (x, y) in enumerate(batches):
         losses.append(step_on(accelerator, model, (second, first)[number % 2], x, y))
+    return result(accelerator, losses, model=model)
+
+
+@script()
+def a_network_that_grows(accelerator):
+    """Progressive growing: a block is put behind the body after a phase, and the model is prepared anew."""
+    model, losses = build(), []
+    for phase in range(2):
+        if phase:
+            model = accelerator.unwrap_model(model)
+            torch.manual_seed(7)
+            model.body = nn.Sequential(model.body, nn.Linear(16, 16), nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+        for x, y in batches:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(mean(accelerator, loss))
     return result(accelerator, losses, model=model)

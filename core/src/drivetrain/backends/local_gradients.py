@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import chain
+from types import FrameType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from drivetrain.errors import UsageError
+
+_FUNCTION = BackwardCFunction.apply.__code__
+"""Calls the backward of an autograd function of Python."""
 
 
 @final
@@ -80,7 +86,7 @@ class LocalGradients:
             if self.begun is not None:
                 self.begun()
             return True
-        if self._reduces():
+        if self._reduces() and not is_of_a_function():
             names = {id(one): name for name, one in self._module.named_parameters()}
             # In a backward, gradients are enabled under create_graph=True alone.
             penalty = " For a penalty on the gradient of all ranks use one process." if torch.is_grad_enabled() else ""
@@ -119,6 +125,19 @@ class LocalGradients:
             hook.remove()
         self._hooks.clear()
         self.forget()
+
+
+def is_of_a_function() -> bool:
+    """Whether the backward of an autograd function called the current one, as a function that recomputes does.
+
+    What it returns goes into the gradients of the backward around it. To be called in a hook of a parameter.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (inspect.stack() reads sources too)
+    while frame is not None:
+        if frame.f_code is _FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_taken(parameter: Tensor) -> bool:

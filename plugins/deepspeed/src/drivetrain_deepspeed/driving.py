@@ -7,6 +7,7 @@ uses of its private attributes are here and in ``gradients.py``.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
@@ -190,14 +191,29 @@ class Driver:
             return
         if self._running:
             self._arrive()
-        elif torch.is_grad_enabled():
-            raise UnsupportedError(
-                "torch.autograd.grad(..., create_graph=True) through a model under ZeRO stage 3 goes through its "
-                "layers twice, and the second time their parameters are in parts",
-                cure="Use zero_stage 0, 1 or 2 for gradient penalties and other second derivatives.",
-            )
         else:
+            _refuse_second_derivatives()
             self.taken = True
+
+    @property
+    def runs(self) -> bool:
+        """Whether a backward of the core is running."""
+        return self._running
+
+    def refuse_second_derivatives_in_forward(self) -> None:
+        """Let layers of stage 3 refuse a backward that a forward goes through to have a graph of it."""
+        offload = self.zero.parameter_offload
+        fetch = type(offload).pre_sub_module_backward_function
+        # The engine is freed as soon as nothing else refers to it.
+        driver, owner = weakref.ref(self), weakref.ref(offload)
+
+        def check_and_fetch(layer: nn.Module) -> None:
+            this = driver()
+            if this is not None and not this.runs:
+                _refuse_second_derivatives()
+            fetch(owner(), layer)
+
+        offload.pre_sub_module_backward_function = check_and_fetch
 
     def _at_parameter(self, parameter: Any, gradient: Tensor) -> None:
         """Handle the gradient of a parameter, before DeepSpeed's hook."""
@@ -663,10 +679,45 @@ def backward(
                     "and its layers release their parameters as the first passes them",
                     cure="Call the model again for the second. zero_stage: 2 goes backward as often as it is asked.",
                 ) from error
+            if any(driver.stage == 3 for driver in drivers) and (name := _function_given_parts(loss)):
+                raise UnsupportedError(
+                    f"the autograd function {name} is given parameters of other modules than the one that calls it, "
+                    "which ZeRO stage 3 holds in parts by then",
+                    cure="Use zero_stage: 2.",
+                ) from error
             raise
         for driver in drivers:
             driver.taken = False
             driver.after_backward()
+
+
+def _function_given_parts(loss: Tensor) -> str:
+    """Name of an autograd function of the script that was given parameters that stage 3 holds in parts, or empty."""
+    pending, seen = [loss.grad_fn], set[Any]()
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inner = [each for each, _ in node.next_functions]
+        pending += inner
+        kind = getattr(node, "_forward_cls", None)
+        if kind is None or kind.__module__.startswith("deepspeed."):
+            continue
+        leaves = [getattr(each, "variable", None) for each in inner]
+        if any(each is not None and hasattr(each, "ds_id") and not each.numel() for each in leaves):
+            return str(kind.__qualname__)
+    return ""
+
+
+def _refuse_second_derivatives() -> None:
+    # In a backward, gradients are enabled only under create_graph=True.
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "torch.autograd.grad(..., create_graph=True) through a model under ZeRO stage 3 goes through its layers "
+            "twice, and the second time their parameters are in parts",
+            cure="Use zero_stage 0, 1 or 2 for gradient penalties, forces and other second derivatives.",
+        )
 
 
 def _unchanged(grad: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ def make_engine(backend: DeepSpeedBackend, model: nn.Module, optimizers: Sequenc
         compare_buckets(module, driver.zero, backend.topology)
     if backend.config.stage == 3:
         load_in_parts(module)
+        driver.refuse_second_derivatives_in_forward()
         offload = engine.optimizer.parameter_offload
         zero = engine._config.zero_config  # noqa: SLF001
         quantised = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights

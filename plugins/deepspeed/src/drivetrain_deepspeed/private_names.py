@@ -133,7 +133,9 @@ def check_engine(engine: Any) -> None:
     else:
         _check(zero, _ZERO_3)
         _check(zero, _ZERO_3_OFFLOADED if zero.offload_optimizer else ())
-        _check(zero.parameter_offload, ("forward_hooks", "get_param_coordinator"))
+        _check(
+            zero.parameter_offload, ("forward_hooks", "get_param_coordinator", "pre_sub_module_backward_function")
+        )
         _check(zero.parameter_offload.get_param_coordinator(), (_GATHER,))
         _check(zero.fp16_groups[0][0], _PARAMETER_3)
         _check(engine.module, ("ds_external_parameters", "ds_id"))

@@ -29,11 +29,13 @@ def remap(
         cut: ``cut(whole, parameter)``, this rank's part of state that is shaped like the whole parameter.
     """
     present = dict(module.named_parameters())
+    here = set(map(id, present.values()))
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
             name = former.name(old)
-            new = None if name is None else present[name]
-            if new is None or new is old:
+            # The script may have moved what was not replaced to another name, or taken it out of the model.
+            new = None if name is None or id(old) in here else present.get(name)
+            if new is None:
                 continue
             state: dict[str, Any] | None = optimizer.state.pop(old, None)
             group["params"][index] = new

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from drivetrain.api import DrivetrainError, TorchEngine, UnsupportedError, UsageError, dtype_of
 from drivetrain.api.engines import call_plainly
@@ -153,14 +154,21 @@ class Planner:
         survey = Survey(points, stubs, self.skeleton.is_written, existing)
         args, kwargs = arguments
         whole = whole_output(self.skeleton, timeline)
+        derivatives = _Derivatives()
         try:
-            with unchanged(self.skeleton.module, self._device):
+            with unchanged(self.skeleton.module, self._device), derivatives:
                 output = self._engine.forward(
                     lambda: self._bare.run(survey, lambda: self.skeleton.module(*args, **kwargs)), (), {}
                 )
         except DrivetrainError:
             raise
         except Exception as problem:
+            if derivatives.taken:
+                raise UnsupportedError(
+                    f"{type(self._module).__name__} cannot be cut into pipeline stages: its forward calls "
+                    "torch.autograd.grad, which goes back through the layers of all stages",
+                    cure="Use pipeline_parallel_size: 1; with tensor_parallel_size such a model trains.",
+                ) from problem
             raise self._left_behind(f" ({type(problem).__name__}: {problem})") from problem
         if len(leaves(output)) != len(leaves(whole)):
             raise self._left_behind("")
@@ -201,6 +209,14 @@ class Planner:
             try:
                 timeline = record(self.skeleton, lambda forward: self._engine.forward(forward, (), {}), *args, **kwargs)
             except NO_VALUE as unknown:
+                if _is_of_distributions(unknown):
+                    raise UnsupportedError(
+                        f"{type(self._module).__name__} cannot be cut into pipeline stages: a distribution that its "
+                        "forward makes looks at the values of its parameters, and a pipeline plans its stages from the "
+                        "shapes of the inputs alone",
+                        cure="Make it with validate_args=False, such as torch.distributions.Normal(mean, deviation, "
+                        "validate_args=False), or use pipeline_parallel_size: 1.",
+                    ) from unknown
                 raise UnsupportedError(
                     f"{type(self._module).__name__} cannot be cut into pipeline stages: in its forward "
                     f"{getattr(unknown, 'func', 'an operation')} decides by values, and a pipeline plans its stages "
@@ -243,8 +259,30 @@ class Planner:
         self.interception.remove()
 
 
+class _Derivatives(TorchFunctionMode):
+    """Notes whether a forward calls :func:`torch.autograd.grad`."""
+
+    taken = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.taken |= function is torch.autograd.grad
+        return function(*args, **(kwargs or {}))
+
+
 class _NotPlainError(Exception):
     """Raised for a value whose content cannot be compared over time."""
+
+
+def _is_of_distributions(problem: BaseException) -> bool:
+    """Whether it was raised in :mod:`torch.distributions`, whose constructors check their arguments by value."""
+    place = problem.__traceback__
+    while place is not None:
+        if place.tb_frame.f_globals.get("__name__", "").startswith("torch.distributions."):
+            return True
+        place = place.tb_next
+    return False
 
 
 def _content(value: Any) -> Any:
