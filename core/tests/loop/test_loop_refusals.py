@@ -8,6 +8,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from drivetrain import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    ParallelismConfig,
     ProfileKwargs,
+    load_config,
 )
-from drivetrain.api import Mesh
+from drivetrain.api import Mesh, ProcessInfo, Topology
 from drivetrain.errors import DrivetrainError
 from drivetrain_testing import spawn
 
@@ -426,6 +429,151 @@ def stepped_with_closure(precision: str) -> None:
         return loss
 
     optimizer.step(closure)
+
+
+@case(
+    "two handlers of a class",
+    "two ProfileKwargs were given",
+    lambda: run(kwargs_handlers=[ProfileKwargs(), DistributedDataParallelKwargs()]),
+)
+def _() -> None:
+    run(kwargs_handlers=[ProfileKwargs(), ProfileKwargs(activities=["cpu"])])
+
+
+def meshed(asked: int) -> None:
+    run(
+        config=load_config(overrides={"mesh": {"tp": 1}}, environ={}),
+        parallelism_config=ParallelismConfig(tp_size=asked),
+    )
+
+
+@case("a mesh twice", r"parallelism_config says tp_size=2, and mesh\.tp is 1 \(flag mesh\.tp\)", lambda: meshed(1))
+def _() -> None:
+    meshed(2)
+
+
+@case("weights for several devices", "load_checkpoint_in_model does not take device_map here", lambda: spread({}))
+def _() -> None:
+    spread({"device_map": "auto"})
+
+
+@case("weights in memory", "load_checkpoint_in_model does not take offload_folder here", lambda: spread({}))
+def _() -> None:
+    spread({"offload_folder": "elsewhere"})
+
+
+def spread(settings: dict[str, Any]) -> None:
+    from drivetrain.utils import load_checkpoint_in_model
+
+    accelerator, model, _ = prepared()
+    accelerator.save_model(model, "spread")
+    load_checkpoint_in_model(nn.Linear(2, 1), "spread", **settings)
+
+
+class Final(nn.Linear):
+    """May not be derived from, as some libraries' classes."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final is final")
+
+
+@case("a final class", "Final cannot be prepared: Final is final", lambda: run().prepare(nn.Sequential(Final(2, 1))))
+def _() -> None:
+    run().prepare(Final(2, 1))
+
+
+class Clamp(torch.autograd.Function):
+    """An autograd function of the user's, behind the loss."""
+
+    @staticmethod
+    def forward(_: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].clamp(-1, 1)
+
+
+def counting(form: str) -> None:
+    accelerator, model, _ = prepared(count_items=form == "mean", gradient_accumulation_steps=2)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            errors = model(torch.ones(4, 2)).pow(2)
+            loss = Clamp.apply(errors.sum() if form == "sum" else errors.mean())
+            accelerator.backward(loss, **({"num_items": 4} if form == "sum" else {}))
+
+
+@case("a function that may compute anything", "a Python autograd function between the loss", lambda: counting("sum"))
+def _() -> None:
+    counting("mean")
+
+
+@case("a function, and means of samples", "a Python autograd function between the loss", lambda: counting("samples"))
+def _() -> None:
+    counting("mean")
+
+
+@case("no size", "max_shard_size='large' is not a size", lambda: exported(max_shard_size="500MiB"))
+def _() -> None:
+    exported(max_shard_size="large")
+
+
+@case("a size of nothing", "max_shard_size='0GB' is not above 0", lambda: exported(max_shard_size=10**6))
+def _() -> None:
+    exported(max_shard_size="0GB")
+
+
+def exported(dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    accelerator, model = run(), nn.Linear(2, 1)
+    model.register_buffer("scale", torch.ones(3).to(dtype))
+    accelerator.save_model(accelerator.prepare(model), "exported", **settings)
+
+
+@case(
+    "a dtype that files lack",
+    "scale has dtype float8_e4m3fnuz, which safetensors cannot hold",
+    lambda: exported(torch.float8_e4m3fn),
+)
+def _() -> None:
+    exported(torch.float8_e4m3fnuz)
+
+
+@case("two file systems", "simplecache::memory://state joins two file systems", lambda: kept("memory://state"))
+def _() -> None:
+    kept("simplecache::memory://state")
+
+
+@case(
+    "a path of an address",
+    "memory:/state has one slash where an address has two",
+    lambda: kept("memory://state"),
+)
+def _() -> None:
+    kept(Path("memory://state"))
+
+
+def kept(folder: Any) -> None:
+    accelerator, *_ = prepared()
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+
+
+def process(rank: int) -> ProcessInfo:
+    return ProcessInfo(rank, 2, rank, 2)
+
+
+@case("a rank outside of the job", "there is no rank 2 of 2, local rank 2 of 2", lambda: process(1))
+def _() -> None:
+    process(2)
+
+
+@case(
+    "a mesh of other processes",
+    r"a mesh of 4 \(dp_shard=2 x tp=2\) does not fit 2 processes",
+    lambda: Topology(process(1), Mesh({"tp": 2}), "cpu"),
+)
+def _() -> None:
+    Topology(process(1), Mesh({"dp_shard": 2, "tp": 2}), "cpu")
 
 
 def meet(folder: str) -> dict[str, tuple[str, str, str]]:
