@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import resource
 import warnings
 from dataclasses import replace
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from drivetrain.backend import RunSettings, Trainable
+from drivetrain.backend import PortableState, RunSettings, Trainable
 from drivetrain.backends import portable
-from drivetrain.checkpoint import TrainingState, load, save, saver
+from drivetrain.checkpoint import TrainingState, load, read_manifest, save, saver
 from drivetrain.distributed.current import World
 from drivetrain.distributed.rng import set_seed
 from drivetrain.errors import CheckpointError
@@ -202,6 +203,30 @@ def load_log_job(path):
         warnings.simplefilter("error")
         load(path, run_state(*build("replicated", 99), Counter()), backend)
     return records
+
+
+class Handing(Plain):
+    """Hands its weights over as the test says, on the ranks that it says."""
+
+    def __init__(self, tensors):
+        super().__init__(nn.Module())
+        self.tensors = tensors
+
+    def portable_state(self):
+        return PortableState(self.tensors)
+
+
+def handed_job(path, form):
+    """Save a weight that this rank hands over whole, in parts, or not at all; the error's class and text."""
+    with started() as backend:
+        rows = torch.arange(8.0).view(4, 2)
+        weight = rows if form == "whole" else distribute_tensor(rows, init_device_mesh("cpu", (2,)), [Shard(0)])
+        mine = form == "parts" or backend.topology.rank == 0
+        try:
+            save(path, TrainingState([Handing({"model.weight": weight} if mine else {})]), backend)
+        except Exception as problem:
+            return type(problem).__name__, str(problem)
+        return "", sum(math.prod(chunk.shape) for chunk in read_manifest(path).tensors["model.weight"].chunks)
 
 
 def random_job(path, saving, device_specific=None):

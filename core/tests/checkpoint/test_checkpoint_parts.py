@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from drivetrain.checkpoint import FileEntry, Naming, loader
@@ -308,3 +309,17 @@ def test_a_layout_tells_where_the_parts_of_a_tensor_lie():
     assert layout_of(tensors) == layout_of({"whole": torch.ones(4), "cut": Cut(0)})
     assert layout_of(tensors) != layout_of({"whole": torch.zeros(4), "cut": Cut(2)})
     assert layout_of(tensors) != layout_of({"whole": torch.zeros(4), "cut": torch.zeros(4)})
+
+
+def test_a_tensor_that_is_resized_while_it_is_saved_is_refused_and_saved_afterwards(tmp_path):
+    grown = torch.ones(4)
+
+    def grow():
+        grown.resize_(8)
+        return torch.zeros(2)
+
+    sources = [Source("lazy", torch.float32, (2,), grow), Source.of("grown", grown)]
+    with pytest.raises(CheckpointError, match=r"grown changed its size while it was being saved\. Save when"):
+        write_tensors(tmp_path / "during", sources)
+    write_tensors(tmp_path / "after", [Source.of("grown", grown.zero_())])
+    assert torch.equal(load_file(tmp_path / "after")["grown"], torch.zeros(8))

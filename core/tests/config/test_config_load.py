@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from drivetrain.config import Config, ResolvedConfig, load_config, worker_config
@@ -209,8 +211,12 @@ def test_anything_else_in_the_variable_is_refused(text, registry):
 
 
 def test_another_versions_json_is_refused(registry):
-    with pytest.raises(ConfigError, match="format 99"):
-        worker_config({"DRIVETRAIN_CONFIG": '{"format": 99}'}, registry=registry)
+    handed = load_config(overrides={"num_processes": 3}, environ={}, registry=registry).to_json()
+    other = json.dumps(json.loads(handed) | {"format": 99})
+    words = "the configuration handed over has format 99, this version reads 1"
+    with pytest.raises(ConfigError, match=rf"{words}\. Let the launcher and the workers use the same version"):
+        worker_config({"DRIVETRAIN_CONFIG": other}, registry=registry)
+    assert worker_config({"DRIVETRAIN_CONFIG": handed}, registry=registry).config.num_processes == 3
 
 
 def test_validated_section_keeps_its_places(load, alpha, gamma):

@@ -362,6 +362,39 @@ def test_ranks_that_disagree_are_told_so():
     assert "*, 4" in seen[0]
 
 
+def evened_out(context):
+    rank = context.dp_rank
+    for value in (torch.zeros(2, 3 + rank), [torch.zeros(2)] * (1 + rank)):
+        with pytest.raises(CollectiveMismatchError, match=r"different things to gather_for_metrics \(\* is free\)"):
+            gather_for_metrics(value, context)
+    padded = pad_across_processes(torch.zeros(2, 3 + rank), dim=1, backend=context.backend)
+    same_structure = gather_for_metrics([torch.zeros(2)] * 2, context)
+    return tuple(gather_for_metrics(padded, context).shape), [len(each) for each in same_structure]
+
+
+def test_what_ranks_disagree_in_can_be_evened_out():
+    assert same(on(2, "evened_out")) == ((4, 4), [4, 4])
+
+
+def uneven_rows(context):
+    """Rows by rank that are not those of the last batch, gathered as the refusal advises."""
+    set_current_backend(context.backend)
+    mine = torch.full((2 + context.dp_rank,), float(context.dp_rank))
+    for batch in numbers(context, 9, 4):
+        last = len(batch) == 1
+        if last:
+            words = r"ranks gave 2, 3 rows to gather, and their batches have 1, 1\. pad_across_processes evens"
+            with pytest.raises(CollectiveMismatchError, match=words):
+                gather(mine, context.backend)
+            found = gather(pad_across_processes(mine, backend=context.backend), context.backend).tolist()
+    assert last
+    return found
+
+
+def test_rows_that_are_not_the_last_batchs_are_gathered_once_they_are_padded():
+    assert same(on(2, "uneven_rows")) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+
 def rounds(context):
     """Batches that are repeated whole: nothing needs to be aligned."""
     sampler = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
@@ -403,6 +436,8 @@ CASES = {
         alignment,
         uneven,
         mismatch,
+        evened_out,
+        uneven_rows,
         rounds,
         streams,
         repeated,

@@ -25,6 +25,7 @@ from drivetrain import Accelerator
 from drivetrain.data import drawing
 from drivetrain.data.loader import prepare_data_loader, skip_first_batches
 from drivetrain.distributed.rng import set_seed
+from drivetrain.errors import DrivetrainError
 from drivetrain_testing import spawn
 
 # Two workers are more than a small machine has processors; torch remarks on it.
@@ -428,3 +429,29 @@ def test_processes_read_one_order_where_they_drew_apart() -> None:
     expected = [sorted(row for batch in loader for row in listed(batch)) for _ in range(2) for loader in plain]
     results = spawn(orders, 3)
     assert results == [expected] * 3
+
+
+def passes_ahead(alike: bool) -> str:
+    """Rank 0 has made ten passes when rank 1 makes its first."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    set_seed(7 if alike else rank)
+    loader = accelerator.prepare(shuffled(None))
+    if rank == 0:
+        first, *_ = [[listed(batch) for batch in loader] for _ in range(10)]
+    accelerator.wait_for_everyone()
+    words = "rank 0 is more than 8 passes over this loader ahead, and its random numbers differ from this rank's"
+    if rank == 1 and alike:
+        first = [listed(batch) for batch in loader]
+    elif rank == 1:
+        with pytest.raises(DrivetrainError, match=rf"{words}.*seed all ranks alike \(set_seed\)"):
+            next(iter(loader))
+        first = []
+    accelerator.end_training()
+    return str([row for batch in first for row in batch])
+
+
+def test_a_rank_that_comes_many_passes_late_is_refused_unless_all_were_seeded_alike() -> None:
+    spawn(passes_ahead, 2, False)
+    one, two = (json.loads(each) for each in spawn(passes_ahead, 2, True))
+    assert sorted({*one, *two}) == list(range(N))

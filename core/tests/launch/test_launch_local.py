@@ -277,6 +277,13 @@ def test_mistakes_are_found_before_anything_starts(launch, script):
     assert "exclude each other" in done.stderr
 
 
+def test_a_launch_of_nothing_is_refused_and_starts_once_a_script_is_named(launch, script):
+    done = launch("num_processes=1")
+    assert "UsageError: no script was named. Write: drivetrain launch [options] script.py" in done.stderr
+    assert done.returncode != 0
+    assert launch("num_processes=1", script("print('started')")).stdout == "started\n"
+
+
 def test_two_machines_meet(launcher, script, tmp_path):
     path = script(REPORT)
     with socket.socket() as free:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, Field
 
+from drivetrain.api import BackendInfo, Capabilities, hookimpl
 from drivetrain.config import load_config
 from drivetrain.errors import BackendBlockedError, BackendNotFoundError, ConfigError
 from drivetrain.launch import plan as planning
 from drivetrain.launch.failures import Failure, LastSeen, explain, file_report, read_failures
 from drivetrain.launch.plan import LaunchPlan, count_devices, describe, make_plan, trains_over
+from drivetrain.registry import get_registry, reset_registry
 
 
 def planned(**overrides):
@@ -74,6 +79,46 @@ def test_a_mesh_that_the_backend_or_the_processes_do_not_fit_is_refused(tmp_path
     with pytest.raises(ConfigError, match=r"a mesh of dp_replicate 3 = 3 does not divide 4 processes"):
         planned(distributed_type="ddp", num_processes=4, use_cpu=True, mesh={"dp_replicate": 3})
     assert planned(distributed_type="ddp", num_processes=4, use_cpu=True, mesh={"dp_replicate": 4, "tp": 1}).backend
+
+
+class Cutting(BaseModel):
+    """The section of a backend that cuts matrices."""
+
+    tensor_parallel_size: int = Field(1, json_schema_extra={"mesh_axis": "tp"})
+
+
+@pytest.fixture
+def cutting(monkeypatch):
+    """A backend whose section sets the size of a mesh axis."""
+    module = types.ModuleType("toy_cutting")
+    module.Cutting = Cutting
+    monkeypatch.setitem(sys.modules, "toy_cutting", module)
+
+    class Plugin:
+        @hookimpl
+        def drivetrain_backends(self):
+            able = Capabilities(mesh_axes=frozenset({"tp"}))
+            return [BackendInfo("cutting", "a toy", "toy_cutting:Toy", config="toy_cutting:Cutting", capabilities=able)]
+
+    reset_registry()
+    get_registry().register(Plugin(), name="cutting")
+    yield
+    reset_registry()
+
+
+def test_sizes_of_an_axis_that_contradict_each_other_are_refused_and_written_once(cutting, tmp_path):
+    head, mesh, section = "distributed_type: cutting\nnum_processes: 4\nuse_cpu: true\n", "mesh: {tp: 4}\n", "cutting: "
+    file = tmp_path / "c.yaml"
+
+    def plan(*parts):
+        file.write_text(head + "".join(parts))
+        return make_plan(load_config(file, environ={}), environ={})
+
+    with pytest.raises(ConfigError, match=r"cutting\.tensor_parallel_size: 2 contradicts mesh\.tp: 4") as caught:
+        plan(mesh, section, "{tensor_parallel_size: 2}\n")
+    assert caught.value.whose == f"{file}:4:12, {file}:5:33"
+    assert caught.value.cure == "Write it in one place."
+    assert plan(mesh).world_size == plan(section, "{tensor_parallel_size: 2}\n").world_size == 4
 
 
 def test_a_backend_that_is_not_installed_is_refused():

@@ -134,6 +134,19 @@ def test_the_order_of_devices():
         choose(DeviceRequest(order="pci_bus_id"), {}, machine("xpu"))
 
 
+def test_an_order_that_cannot_be_had_is_refused_and_left_out():
+    wanted = DeviceRequest(order="pci_bus_id", order_from="flag device_order")
+    what = r"device_order pci_bus_id has no meaning for Intel devices, whose order cannot be chosen"
+    with pytest.raises(ConfigError, match=rf"{what} \[flag device_order\]\. Leave device_order out"):
+        choose(wanted, {}, machine("xpu"))
+    assert choose(DeviceRequest(), {}, machine("xpu")).variables == {}
+    exported = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    with pytest.raises(ConfigError, match=r"`unset CUDA_DEVICE_ORDER` or leave device_order out"):
+        choose(wanted, exported, CUDA)
+    assert choose(wanted, {}, CUDA).variables == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert choose(DeviceRequest(), exported, CUDA).variables == {}
+
+
 def test_devices_that_cannot_be_hidden_cannot_be_chosen():
     with pytest.raises(ConfigError, match="Apple devices cannot be chosen"):
         choose(DeviceRequest(("0",)), {}, Inventory("mps", "", (Device(0, "M4"),)))

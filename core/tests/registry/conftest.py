@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,12 @@ class Toys:
         (info / "entry_points.txt").write_text(
             f"[drivetrain]\n{name} = {package}.plugin\n[drivetrain.hooks]\n{announced}"
         )
+
+    def remove(self, distribution: str) -> None:
+        """Uninstall a distribution, as `pip uninstall` does."""
+        package = distribution.replace("-", "_")
+        for each in [self.folder / package, *self.folder.glob(f"{package}-*.dist-info")]:
+            shutil.rmtree(each)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run Python with these arguments where the toys are installed."""

@@ -195,3 +195,64 @@ def test_a_backend_named_like_a_key_of_the_configuration_is_refused(toys, name):
     assert toys.ask("answer = registry.resolve('sound_alias')") == "sound"
     rows = toys.ask("answer = [each.why for each in registry.reports() if each.name == 'clashing']")
     assert "give it another name" in rows[0]
+
+
+def test_rules_that_two_plugins_bring_for_a_section_are_refused_until_one_is_uninstalled(toys):
+    for name in ("one", "two"):
+        toys.add(name, more=f", imports={{'toy_config': 'toy_{name}.heavy:RULES'}}", heavy="RULES = {'steps': None}")
+    read = "answer = registry.import_rules()['toy_config']"
+    assert toys.ask(read) == [
+        "BackendConflictError",
+        "two plugins bring rules for the section 'toy_config': toy-one 1.0 and toy-two 1.0. Uninstall one of the two.",
+    ]
+    toys.remove("toy-two")
+    assert toys.ask(read) == {"steps": None}
+
+
+def test_rules_that_are_no_mapping_are_refused_until_the_plugin_is_repaired(toys):
+    toys.add("listing", more=", imports={'toy_config': 'toy_listing.heavy:RULES'}", heavy="RULES = ['steps']")
+    read = "answer = registry.import_rules()['toy_config']"
+    kind, sentence = toys.ask(read)
+    assert kind == "BackendBrokenError"
+    assert sentence.startswith("toy_listing.heavy:RULES is no mapping of rules [toy-listing 1.0]. ")
+    (toys.folder / "toy_listing" / "heavy.py").write_text("RULES = {'steps': None}")
+    assert toys.ask(read) == {"steps": None}
+
+
+def test_a_name_that_two_backends_bring_is_refused_until_one_is_uninstalled(toys):
+    for name in ("one", "two"):
+        toys.add(name, more=f", names={{'ToyPlugin': 'toy_{name}.heavy:Toy'}}")
+    read = "from drivetrain.utils import ToyPlugin; answer = ToyPlugin.__module__"
+    assert toys.ask(read) == [
+        "BackendConflictError",
+        "two backends bring the name 'ToyPlugin': toy-one 1.0 and toy-two 1.0. Uninstall one of the two.",
+    ]
+    toys.remove("toy-one")
+    assert toys.ask(read) == "toy_two.heavy"
+
+
+@pytest.mark.parametrize("uninstalled", ["toy-first", "toy-second"])
+def test_a_contested_backend_is_found_when_one_of_the_two_is_uninstalled(toys, uninstalled):
+    for distribution in ("toy-first", "toy-second"):
+        toys.add("twin", distribution=distribution)
+    _, sentence = toys.ask("answer = registry.resolve('twin')")
+    assert f"pip uninstall {uninstalled}" in sentence
+    toys.remove(uninstalled)
+    assert toys.ask("answer = registry.resolve('twin')") == "twin"
+
+
+def test_a_contested_tracker_is_found_when_one_of_the_two_is_uninstalled(toys):
+    source = """
+        from drivetrain.hookspecs import hookimpl
+
+        @hookimpl
+        def drivetrain_trackers(): return {'ledger': 'a.b:C'}
+    """
+    for name in ("one", "two"):
+        toys.add(name, plugin=source)
+    _, sentence = toys.ask("answer = registry.trackers()")
+    assert sentence == (
+        "two plugins bring a tracker named 'ledger': toy-one 1.0 and toy-two 1.0. Uninstall one of the two."
+    )
+    toys.remove("toy-one")
+    assert toys.ask("answer = registry.trackers()['ledger']") == "a.b:C"

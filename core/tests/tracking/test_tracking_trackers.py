@@ -241,6 +241,18 @@ def test_mistakes(ask, message):
         ask()
 
 
+def test_a_tracker_with_the_attributes_that_it_lacked_is_made():
+    attributes = {"name": "half", "requires_logging_directory": False, "tracker": None}
+    assert type("Half", (GeneralTracker,), attributes)().name == "half"
+
+    class Late(GeneralTracker):
+        def __init__(self):
+            vars(self).update(attributes)
+            super().__init__()
+
+    assert Late().name == "half"
+
+
 def test_what_is_not_installed_gives_the_line_to_type(monkeypatch):
     monkeypatch.setattr("drivetrain.registry.get_registry", lambda: Registry(entry_points=()))
     with pytest.raises(UsageError, match=rf"'wandb' is not installed\. Run: {re.escape(pip_line('wandb'))}"):

@@ -233,7 +233,7 @@ def _samples_first(part: Tensor, size: Sequence[int], padded: Sequence[int], inf
         raise CollectiveMismatchError(
             f"ranks gave {', '.join(map(str, size))} rows to gather, and their batches have "
             f"{', '.join(map(str, rows.loaded))}",
-            cure="pad_across_processes evens out sizes; gather_for_metrics takes any.",
+            cure="pad_across_processes evens out sizes: gather what it returns.",
         )
     padded_rows = tuple(before or count for before, count in zip(padded, size, strict=True))
     whole = [each[:count] for each, count in zip(part, size, strict=True)]
