@@ -10,6 +10,7 @@ import pytest
 
 from drivetrain.api import UsageError
 from drivetrain.api.programs import load_config
+from drivetrain_planner.auto import chosen
 from drivetrain_planner.choosing import check_mesh
 
 TRAIN = """
@@ -70,6 +71,25 @@ def test_an_axis_that_the_planner_does_not_read_is_refused(mesh, told):
 
 def test_axes_of_replicas_and_shards_are_the_backends():
     check_mesh({"dp_shard": 2, "tp": 1})
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (("distributed_type: ", "type: "), r"train\.auto\.yaml names no distributed_type\. Remove it to choose again"),
+        (("distributed_type: ", "distributed_type: ["), r"train\.auto\.yaml cannot be read: .*\. Remove it to choose"),
+    ],
+)
+def test_a_kept_choice_that_says_nothing_is_refused_until_it_is_removed(folder, monkeypatch, changed, told):
+    monkeypatch.chdir(folder)
+    resolved = load_config("config.yaml", environ={})
+    first = chosen(resolved)
+    kept = folder / "train.auto.yaml"
+    kept.write_text(kept.read_text().replace(*changed))
+    with pytest.raises(UsageError, match=re.compile(told, re.DOTALL)):
+        chosen(resolved)
+    kept.unlink()
+    assert chosen(resolved) == chosen(resolved) == first
 
 
 def launch(folder, *arguments):

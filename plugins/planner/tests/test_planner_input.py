@@ -215,6 +215,23 @@ def test_options_that_cannot_be(folder, options, told):
     assert re.search(told, refused("train.py:Net", *fed, *options))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "advised"),
+    [
+        (("--global_batch", 20), ("--global_batch", 16)),
+        (("--processes", 5, "--global_batch", 16), ("--processes", 5, "--global_batch", 40)),
+        (("--memory", "1KB"), ("--memory", "1GB")),
+        (("--optimizer", "Adma"), ("--optimizer", "AdamW")),
+        (("--samples", 4), ()),
+    ],
+)
+def test_what_is_advised_instead_of_options_that_cannot_be_is_planned(folder, wrong, advised):
+    fed = ("train.py:Net", *FED[:4], "--machine", "cpu", "--processes", "2")
+    refused(*fed, *wrong)
+    done = run(*fed, *advised)
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
 def test_no_machines_are_a_usage_error(folder):
     done = run("train.py:Net", *FED[:4], "--nodes", 0)
     assert done.exit_code == 2

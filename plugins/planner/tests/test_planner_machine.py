@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -105,6 +108,72 @@ def test_a_file_says_what_its_machine_says(tmp_path):
     for machine in MACHINES.values():
         file.write_text(yaml.safe_dump(as_file(machine)))
         assert find(str(file)) == machine
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "corrected"),
+    [
+        ("- a100", r"holds no keys and values\. Write `base: h100` and what differs from it", "base: a100"),
+        (
+            "base: h100\nmemry: 40GB",
+            r": unknown memry\. The keys are base, name, device_type, memory, devices",
+            "base: h100\nmemory: 40GB",
+        ),
+        (
+            "base: h100\nflops: many",
+            r": flops cannot be 'many'\. .* everything else numbers",
+            "base: h100\nflops: 5e13",
+        ),
+        (
+            "base: h100\ndevices: all",
+            r": devices cannot be 'all'\. .* everything else numbers",
+            "base: h100\ndevices: 4",
+        ),
+        (
+            "base: h100\ninside: {latency: 2e-5}",
+            r": inside cannot be \{'latency': '2e-5'\}\. Links are `\{latency: 2e-5, bandwidth: 1e9\}`",
+            "base: h100\ninside: {latency: 2e-5, bandwidth: 1e9}",
+        ),
+        ("base: h100\nhost: 5", r": host cannot be 5\. Links are", "base: h100\nhost: {latency: 2e-5, bandwidth: 1e9}"),
+        (
+            "base: h100\nmemory: lots",
+            r": memory cannot be 'lots'\. .* sizes such as 24GiB",
+            "base: h100\nmemory: 24GiB",
+        ),
+        ("base: [h100", r"cannot be read: .*\. Name a YAML file, or a machine", "base: h100"),
+    ],
+)
+def test_a_machines_file_that_says_something_else_is_refused_until_it_is_corrected(tmp_path, text, told, corrected):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=re.compile(told, re.DOTALL)):
+        find(str(file))
+    file.write_text(corrected)
+    base = MACHINES[yaml.safe_load(corrected)["base"]]
+    assert find(str(file)).name == "mine"
+    assert (find(str(file)) == replace(base, name="mine")) is (list(yaml.safe_load(corrected)) == ["base"])
+
+
+@pytest.mark.timeout(200)
+def test_a_machine_that_cannot_be_measured_is_refused_and_can_be_named(cache):
+    with pytest.raises(UsageError, match=r"this machine cannot be measured: .*\. Name one: --machine h100x8"):
+        measure(1, seconds=0.01, device_type="cpu", size=10**8)
+    assert find("h100x8").devices == 8
+
+
+@pytest.mark.timeout(200)
+def test_a_measured_machine_is_written_where_nothing_is_and_as_yaml(cache, tmp_path):
+    def measured(name):
+        arguments = ["measure", "--cpu", "--processes", "1", "--seconds", "0.01", "--write", str(tmp_path / name)]
+        return CliRunner().invoke(plan, arguments)
+
+    assert f"{tmp_path}/mine.json: a machine's file is YAML. Name it {tmp_path}/mine.yaml." in str(
+        measured("mine.json").exception
+    )
+    assert measured("mine.yaml").exit_code == 0
+    assert "mine.yaml is there already. Name another file, or remove it." in str(measured("mine.yaml").exception)
+    assert measured("other.yaml").exit_code == 0
+    assert find(str(tmp_path / "other.yaml")).device_type == "cpu"
 
 
 @pytest.mark.timeout(200)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,19 @@ def _known(asked: str) -> Machine:
     )
 
 
+def _link(values: Any) -> Link:
+    return Link(**{name: float(value) for name, value in values.items()})
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("inside", "outside", "host"), _link),
+    **dict.fromkeys(("flops", "half_flops", "bandwidth", "launch", "host_bandwidth"), float),
+    **dict.fromkeys(("memory", "context"), lambda value: size(str(value))),
+    "devices": lambda value: int(str(value)),
+}
+"""By key of a machine's file, the conversion of what YAML reads there."""
+
+
 def _read(path: Path) -> Machine:
     try:
         values: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -194,21 +207,14 @@ def _read(path: Path) -> Machine:
     if not isinstance(values, dict):
         raise UsageError(f"{path} holds no keys and values", cure="Write `base: h100` and what differs from it.")
     base = _known(str(values.pop("base", "cpu")))
-    unknown = sorted(set(values) - set(vars(base)))
+    unknown = sorted(map(str, set(values) - set(vars(base))))
     if unknown:
         known = ", ".join(vars(base))
         raise UsageError(f"{path}: unknown {', '.join(unknown)}", cure=f"The keys are base, {known}.")
-    try:
-        for key in ("inside", "outside", "host"):
-            if key in values:
-                values[key] = Link(**{name: float(value) for name, value in values[key].items()})
-        for key in ("flops", "half_flops", "bandwidth", "launch", "host_bandwidth"):
-            if key in values:
-                values[key] = float(values[key])
-        for key in ("memory", "context"):
-            if key in values:
-                values[key] = size(str(values[key]))
-    except (TypeError, ValueError, AttributeError) as problem:
-        cure = "Links are `{latency: 2e-5, bandwidth: 1e9}`, sizes such as 24GiB, everything else numbers."
-        raise UsageError(f"{path}: {problem}", cure=cure) from problem
+    for key in [key for key in _CONVERSIONS if key in values]:
+        try:
+            values[key] = _CONVERSIONS[key](values[key])
+        except (TypeError, ValueError, AttributeError) as problem:
+            cure = "Links are `{latency: 2e-5, bandwidth: 1e9}`, sizes such as 24GiB, everything else numbers."
+            raise UsageError(f"{path}: {key} cannot be {values[key]!r}", cure=cure) from problem
     return replace(base, **{"name": path.stem, **values})
