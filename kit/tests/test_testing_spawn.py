@@ -226,5 +226,7 @@ def test_many_small_jobs() -> None:
 
 @pytest.mark.parametrize("world_size", [0, 1])
 def test_function_without_a_name_is_refused(world_size: int) -> None:
-    with pytest.raises(UsageError, match="top level"):
+    words = r"spawn cannot run .* on [01] ranks\. Give it a function at the top level of a module, and at least 1 rank"
+    with pytest.raises(UsageError, match=words):
         spawn((lambda: None) if world_size else report, world_size)
+    assert len(spawn(report, 1)) == 1

@@ -259,8 +259,9 @@ def test_files_that_do_not_train_are_left_alone() -> None:
 
 @pytest.mark.parametrize("script", ["for", "x = \0", "(" * 500])
 def test_what_is_not_python(script: str) -> None:
-    with pytest.raises(UsageError, match="is not Python"):
+    with pytest.raises(UsageError, match=r"the script(, line 1)? is not Python: .*\. Give a script that Python"):
         check_script(script)
+    assert check_script("for each in ():\n    pass\n") == []
 
 
 def test_the_command(tmp_path) -> None:

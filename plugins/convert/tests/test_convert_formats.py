@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 from email.message import Message
@@ -102,7 +103,7 @@ def test_what_cannot_be_done_is_said_and_leaves_nothing(formats, tmp_path):
     (tmp_path / "theirs" / "diary.json").write_text('{"weight": [1.0]}')
     convert(tmp_path / "theirs", tmp_path / "ours")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=r"no option 'indemt'\. Did you mean 'indent'\?"):
+    with pytest.raises(CheckpointError, match=r"the format diary has no option 'indemt'\. Did you mean"):
         convert_to(tmp_path / "ours", tmp_path / "back", "diary", {"indemt": "2"})
     with pytest.raises(UnsupportedError, match="reads checkpoints and writes none"):
         convert_to(tmp_path / "ours", tmp_path / "back", "silent")
@@ -119,8 +120,22 @@ def test_what_cannot_be_done_is_said_and_leaves_nothing(formats, tmp_path):
 
 def test_one_name_of_two_plugins_is_refused(formats, monkeypatch, tmp_path):
     install(tmp_path, monkeypatch, "ledgers", "diary")
-    with pytest.raises(CheckpointError, match=r"named 'diary': (diaries|ledgers) 1\.0 and (diaries|ledgers) 1\.0"):
+    words = r"two plugins bring a checkpoint format named 'diary': (diaries|ledgers) 1\.0 and (diaries|ledgers) 1\.0"
+    with pytest.raises(CheckpointError, match=rf"{words}\. Uninstall one of the two"):
         load_format("silent")
+    shutil.rmtree(tmp_path / "ledgers-1.0.dist-info")
+    assert isinstance(load_format("diary"), Diary)
+
+
+@pytest.mark.parametrize("wrong", [dict, print])
+def test_a_plugin_that_names_no_format_is_refused_until_it_is_repaired(formats, monkeypatch, tmp_path, wrong):
+    module = sys.modules["formats_of_a_test"]
+    install(tmp_path, monkeypatch, "notes", "note")
+    module.Note = wrong
+    with pytest.raises(CheckpointError, match=r"formats_of_a_test:Note is no CheckpointFormat\. Tell the plugin's"):
+        load_format("note")
+    module.Note = Diary
+    assert isinstance(load_format("note"), Diary)
 
 
 def test_a_format_of_a_plugin_that_is_not_installed_says_what_to_type(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 from drivetrain.api import CheckpointError, CheckpointNotFoundError
 from drivetrain.api.programs import checkpoint
@@ -164,6 +166,71 @@ def test_what_is_not_there_or_not_a_checkpoint_is_said(tmp_path, makers):
         convert(tmp_path / "text.pt", tmp_path / "taken")
     assert not (tmp_path / "ours").exists()
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_file_of_something_else_is_refused_until_a_state_dict_is_saved(tmp_path, makers):
+    net, _, _ = makers.build()
+    torch.save(list(net.parameters()), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model\.pt holds a list, not a dictionary\. .* a state dict was saved"):
+        convert(tmp_path / "model.pt", tmp_path / "ours")
+    torch.save(net.state_dict(), tmp_path / "model.pt")
+    assert convert(tmp_path / "model.pt", tmp_path / "ours").kind == "a file of torch.save"
+
+
+def test_a_kind_of_folder_that_the_source_is_not_is_refused_and_auto_finds_the_right_one(tmp_path, makers):
+    net, _, _ = makers.build()
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    torch.save(net.state_dict(), theirs / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"is no folder of torch\.distributed\.checkpoint\. Try --from auto"):
+        convert(theirs, tmp_path / "ours", "torch")
+    with pytest.raises(CheckpointError, match=r"model\.bin is no folder\. Accelerate's save_state writes a folder"):
+        convert(theirs / "pytorch_model.bin", tmp_path / "ours", "accelerate")
+    assert not (tmp_path / "ours").exists()
+    for kind in ("auto", "accelerate"):
+        assert convert(theirs, tmp_path / f"ours {kind}", kind).kind == "a save_state folder of Accelerate"
+
+
+class Turned(StreamTransformExtension):
+    """Writes every byte turned round, as a compression would write others."""
+
+    @staticmethod
+    def registry_name():
+        return "turned"
+
+    @staticmethod
+    def from_descriptor(version):
+        return Turned()
+
+    def get_descriptor(self):
+        return "turned/1"
+
+    def transform_to(self, output):
+        class Around(io.RawIOBase):
+            def writable(self):
+                return True
+
+            def write(self, data):
+                return output.write(bytes(255 - byte for byte in bytes(data)))
+
+        return Around()
+
+    def transform_from(self, source):
+        raise AssertionError("nobody reads it")
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # What torch 2.9 says when its own reader writes.
+def test_transformed_parts_are_refused_until_they_are_saved_without_extensions(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    def save(name, **settings):
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"model": {"w": torch.ones(2)}}, storage_writer=dcp.FileSystemWriter(tmp_path / name, **settings))
+        return tmp_path / name
+
+    with pytest.raises(CheckpointError, match=r"the parts in .* are compressed .*Save it without extensions"):
+        convert(save("turned", _extensions=[Turned()]), tmp_path / "ours")
+    assert convert(save("plain"), tmp_path / "ours").carried[0].startswith("1 tensors of model 0")
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # What torch 2.9 says when its own reader writes.

@@ -115,6 +115,14 @@ def test_what_holds_no_run_is_an_error(build, words, tmp_path):
         read_runs([build(tmp_path)])
 
 
+def test_what_is_named_instead_of_what_holds_no_run_is_read(tmp_path):
+    jsonl(tmp_path / "runs" / "one")
+    with pytest.raises(UsageError, match=r"there is no '.*nowhere'\. Name a folder with metrics\.jsonl .* above"):
+        read_runs([tmp_path / "nowhere"])
+    for named in (tmp_path / "runs" / "one", tmp_path / "runs", tmp_path):
+        assert [run.path.name for run in read_runs([named])] == ["one"]
+
+
 def damaged(file):
     file.write_text('["loss", 1]\n{"step": 1, "time": 2, "loss": 1}\n', encoding="utf-8")
     return file.parent
@@ -260,6 +268,11 @@ class TestPicture:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UsageError, match=words):
             drawn(jsonl(tmp_path / "run"), *arguments)
+
+    def test_what_is_advised_instead_is_drawn(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        drawn(jsonl(tmp_path / "run"), "--metric", "loss", "-o", "curves.svg")
+        assert (tmp_path / "curves.svg").read_bytes()
 
 
 def test_a_run_without_numbers_says_what_to_log(tmp_path):

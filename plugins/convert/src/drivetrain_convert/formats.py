@@ -99,7 +99,7 @@ def load_format(name: str, also: tuple[str, ...] = ()) -> CheckpointFormat:
             cure=f"Type: {pip_line(name)}" if can_install else f"Known here: {', '.join(known) or 'none'}.",
         )
     kind: Any = formats[name].load()
-    if not issubclass(kind, CheckpointFormat):
+    if not (isinstance(kind, type) and issubclass(kind, CheckpointFormat)):
         raise CheckpointError(f"{formats[name].value} is no CheckpointFormat", cure="Tell the plugin's author.")
     made: CheckpointFormat = kind()
     return made

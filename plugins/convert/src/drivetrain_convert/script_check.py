@@ -63,7 +63,7 @@ def check_script(source: str, name: str = "the script") -> list[Finding]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UsageError(f"{name}{line} is not Python: {error}", cure="Give a script that Python can read.") from error
     bindings = _Bindings()
     bindings.visit(tree)
