@@ -146,6 +146,17 @@ def test_arguments_that_cannot_be_honoured_say_what_to_write():
         assert given(sharding_strategy="NO_SHARD") == {}
 
 
+def test_what_is_advised_instead_of_arguments_that_cannot_be_honoured_is_taken():
+    two_kinds = {"min_num_params": 1000, "transformer_cls_names_to_wrap": ["Block"]}
+    with pytest.raises(UsageError, match=r"^FullyShardedDataParallelPlugin: .*\. Change the arguments of FullySharded"):
+        given(**two_kinds)
+    assert given(min_num_params=1000) == {"min_num_params": 1000}
+    assert given(transformer_cls_names_to_wrap=["Block"]) == {"transformer_layer_cls": ("Block",)}
+    with pytest.raises(UsageError, match=r"Leave it out of FullyShardedDataParallelPlugin"):
+        given(cpu_offload=True, param_init_fn=print)
+    assert given(cpu_offload=True) == {"cpu_offload": True}
+
+
 def trained(arguments):
     torch.manual_seed(0)
     plugin = FullyShardedDataParallelPlugin(**arguments)

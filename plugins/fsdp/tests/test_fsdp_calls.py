@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
+from drivetrain.api import UnsupportedError
 from drivetrain_testing import spawn
 from drivetrain_testing.processes import RankFailedError
 
@@ -78,6 +79,83 @@ def test_other_methods_gather_parameters_too() -> None:
         spawn(by_method, 2, {})
     with pytest.raises(RankFailedError, match="Encoder has no method 'decode'"):
         spawn(by_method, 2, {"forward_methods": ["encode", "decode"]})
+
+
+# ---- refusals, and what they advise
+
+
+def hooked(method: str, returned: Any) -> Tensor:
+    """A parameter after a step in which a hook of it returned something."""
+    accelerator = accelerator_with({})
+    torch.manual_seed(6)
+    model: Any = Encoder()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def hook(at: Tensor) -> Any:
+        if returned == "in place":
+            at.grad = at.grad * 2
+        return at * 2 if returned == "double" else None if returned == "in place" else returned
+
+    getattr(model.head.weight, method)(hook)
+    accelerator.backward((model(torch.ones(2, 4)) ** 2).mean())
+    optimizer.step()
+    found: Tensor = accelerator.get_state_dict(model)["head.weight"]
+    accelerator.end_training()
+    return found
+
+
+def test_what_a_hook_may_not_return_is_refused_and_what_it_may_is_taken() -> None:
+    before, after = "register_hook", "register_post_accumulate_grad_hook"
+    words = r"a hook of head\.weight returned Tensor of shape \[3\] for a gradient of shape \[3, 4\]\. Return a tensor"
+    with pytest.raises(RankFailedError, match=words):
+        spawn(hooked, 1, before, torch.ones(3))
+    with pytest.raises(RankFailedError, match=r"a hook of head\.weight returned int of shape \[\] for a gradient"):
+        spawn(hooked, 1, before, 3)
+    words = r"accumulate grad hook of head\.weight returned something; torch wants None\. Change param\.grad in place"
+    with pytest.raises(RankFailedError, match=words):
+        spawn(hooked, 1, after, 3)
+    doubled, in_place, left = (
+        spawn(hooked, 1, *how)[0] for how in ((before, "double"), (after, "in place"), (before, None))
+    )
+    torch.testing.assert_close(doubled, in_place, rtol=0, atol=0)
+    assert not torch.equal(doubled, left)
+
+
+def sharded_twice() -> None:
+    accelerator = accelerator_with({})
+    model: Any = accelerator.prepare(Encoder())
+    state = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    words = r"this Encoder is sharded already, by an earlier prepare or by fully_shard, and cannot be sharded again"
+    with pytest.raises(UnsupportedError, match=rf"{words}.*Or construct it again, and load the state"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    again = Encoder()
+    again.load_state_dict(state)
+    again, optimizer = accelerator.prepare(again, torch.optim.SGD(again.parameters(), lr=0.1))
+    accelerator.backward(again(torch.ones(2, 4)).mean())
+    optimizer.step()
+    accelerator.end_training()
+
+
+def test_a_sharded_model_is_not_sharded_again_and_one_that_is_constructed_again_is() -> None:
+    spawn(sharded_twice, 1)
+
+
+def quantised(by_name: str, *, packed: bool) -> None:
+    model = Encoder()
+    if packed:
+        model.head.weight.quant_state = "as bitsandbytes marks a packed parameter"
+    overrides = {"distributed_type": by_name, "use_cpu": True}
+    accelerator = Accelerator(config=load_config(overrides=overrides, environ={}))
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.end_training()
+
+
+def test_a_quantised_model_is_refused_and_goes_with_ddp_or_unpacked() -> None:
+    with pytest.raises(RankFailedError, match=r"head\.weight is a quantised Parameter, .*Use distributed_type: ddp"):
+        spawn(quantised, 1, "fsdp", packed=True)
+    spawn(quantised, 1, "ddp", packed=True)
+    spawn(quantised, 1, "fsdp", packed=False)
 
 
 class Unit(nn.Module):

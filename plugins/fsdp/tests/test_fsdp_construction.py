@@ -175,10 +175,15 @@ def load_later(tmp: str) -> dict[str, Tensor]:
     load_weights(model, Path(tmp) / "model.safetensors")
     state = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
     save_file({"gain": torch.zeros(())}, Path(tmp) / f"other-{accelerator.process_index}.safetensors")
-    with pytest.raises(ValueError, match="lacks"):
+    with pytest.raises(ValueError, match=r"lacks 14 parameter\(s\) of the model, such as .*\. Name the files of"):
         load_weights(model, Path(tmp) / f"other-{accelerator.process_index}.safetensors")
     with pytest.raises(ValueError, match="holds no safetensors"):
         load_weights(model, Path(tmp) / "nowhere")
+    wide: Any = accelerator.prepare(Net(WIDTH + 2))
+    words = r"own is \[96, 96\] in .* and \[98, 98\] in the model\. Build the model as it was when"
+    with pytest.raises(ValueError, match=words):
+        load_weights(wide, tmp)
+    load_weights(model, tmp)
     accelerator.end_training()
     return state
 

@@ -37,6 +37,10 @@ def every_second(model: nn.Module) -> list[nn.Module]:
     return [model.blocks[1], model.embed]
 
 
+def blocks(model: nn.Module) -> list[nn.Module]:
+    return list(model.blocks)
+
+
 def a_list(model: nn.Module) -> list[nn.Module]:
     return [model.blocks]
 
@@ -78,8 +82,27 @@ def test_by_function() -> None:
 
 
 def test_an_unknown_class_is_guessed() -> None:
-    with pytest.raises(UsageError, match="Did you mean Block"):
+    with pytest.raises(UsageError, match=r"transformer_layer_cls names Blok, which Net has not\. Did you mean Block\?"):
         names(Net(), transformer_layer_cls="Blok")
+    assert names(Net(), transformer_layer_cls="Block")
+    with pytest.raises(UsageError, match=r"names Zzz, which Net has not\. Its modules are of the classes Block"):
+        names(Net(), transformer_layer_cls=["Zzz", "Block"])
+    assert names(Net(), transformer_layer_cls=["Linear", "Block"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told", "advised"),
+    [
+        ("no_such_module:f", r"fsdp\.wrap: no_such_module:f cannot be imported: .*\. Write 'module", "blocks"),
+        ("absent", r"cannot be imported: .*absent.*\. Write 'module:function'", "blocks"),
+        ("a_stranger", r"must return modules of the model that it is given\. Return list\(model\.layers\)", "blocks"),
+        ("a_list", r"a ModuleList cannot be a unit, since it is never called\. Choose the modules", "every_second"),
+    ],
+)
+def test_a_function_that_names_no_units_is_refused_until_it_does(wrong: str, told: str, advised: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        names(Net(), wrap=wrong if ":" in wrong else f"{__name__}:{wrong}")
+    assert "blocks.1" in names(Net(), wrap=f"{__name__}:{advised}")
 
 
 def test_a_model_without_lists_is_one_unit() -> None:
