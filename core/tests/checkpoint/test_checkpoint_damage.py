@@ -246,8 +246,11 @@ def test_the_manifest_survives_its_own_text(original):
 
 
 def test_an_info_that_is_no_json_is_refused():
-    with pytest.raises(CheckpointError, match="plain JSON"):
-        Manifest("B", {}, 1, 0.0, info={"x": object()}).to_json()
+    for wrong in (object(), float("nan"), {(1, 2): 3}):
+        with pytest.raises(CheckpointError, match=r"info must be plain JSON: .*\. Write finite numbers, text, lists"):
+            Manifest("B", {}, 1, 0.0, info={"x": wrong}).to_json()
+    advised = {"x": 0.5, "note": "text", "list": [1, 2], "dict": {"1": 2}}
+    assert Manifest.from_json(Manifest("B", {}, 1, 0.0, info=advised).to_json(), "here").info == advised
 
 
 def test_the_errors_are_value_errors():

@@ -235,8 +235,11 @@ def test_a_limit_of_nothing_is_refused(tmp_path):
 
 def test_staging_refuses_a_file_and_another_programs_manifest(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match=r"file is a file\. Give a folder; it is made when it does not exist"):
         LocalStorage().stage(tmp_path / "file")
+    staging = LocalStorage().stage(tmp_path / "folder")
+    assert staging.target == tmp_path / "folder"
+    LocalStorage().abandon(staging)
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / MANIFEST).write_text('{"name": "a web app"}')
     with pytest.raises(CheckpointError, match="it would be overwritten"):

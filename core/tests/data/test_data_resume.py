@@ -193,5 +193,6 @@ def test_skipping_on_a_plain_loader(numbers):
         assert len(list(view)) == len(whole)
         assert view.dataset is loader.dataset
     assert list(skip_first_batches([1, 2, 3], 1)) == [2, 3]
-    with pytest.raises(UsageError, match="cannot skip -1"):
+    with pytest.raises(UsageError, match=r"cannot skip -1 batches\. Give the number of batches to skip, from 0 on"):
         skip_first_batches(loader, -1)
+    assert list(skip_first_batches(loader, 0)) == list(loader)

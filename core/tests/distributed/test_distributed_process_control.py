@@ -85,8 +85,9 @@ def test_decorated_functions_run_where_they_should_and_return_what_they_return()
 
 def names_nobody() -> None:
     control = start()
-    with pytest.raises(UsageError, match="process_index=2 names none of 2"):
+    with pytest.raises(UsageError, match=r"process_index=2 names none of 2 .*Give process_index a value from 0 to 1"):
         control.on_process(process_index=2)
+    assert [control.on_process(lambda: 7, process_index=index)() for index in range(2)].count(7) == 1
     with pytest.raises(UsageError, match="process_index=None names none of 2"):
         control.on_process(lambda: 1, process_index=None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="local_process_index=-1 names none of 2"):

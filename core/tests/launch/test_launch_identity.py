@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import asdict
 
 import pytest
 
 from drivetrain.config import load_config
+from drivetrain.config.schema import RendezvousConfig
 from drivetrain.errors import LaunchError
-from drivetrain.launch.coordinator import TOKEN, NodeStatus, RunIdentity, _Client, _Server
+from drivetrain.launch.coordinator import TOKEN, JobState, Node, NodeStatus, RunIdentity, _Client, _Server
 from drivetrain.launch.plan import LaunchPlan, make_plan
 from drivetrain.launch.script import identify
 
@@ -127,6 +131,64 @@ def test_another_program_is_let_go_and_nobody_is_disturbed(said):
         assert not server._coordinator._heard
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def machine_0(goes):
+    """A machine 0 that goes after its greeting, after its answer, or never, and begins a round after two seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            link, _ = listening.accept()
+            with contextlib.suppress(OSError), link, link.makefile("rw") as stream:
+
+                def say(text):
+                    stream.write(f"{text}\n")
+                    stream.flush()
+
+                say("drivetrain launch\n77")
+                hello = json.loads(stream.readline())
+                if goes == "after its greeting":
+                    return
+                say(json.dumps({"proof": RUN.proof("coordinator", "77", hello["nonce"])}))
+                if goes == "after its answer":
+                    return
+                for number, line in enumerate(stream):
+                    state = JobState(1, (NodeStatus(**json.loads(line)),), 7) if number >= 20 else JobState()
+                    say(json.dumps(asdict(state)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            thread.join()
+
+
+def begun(goes, **timeouts):
+    """The port of machine 0, and the round that a second machine begins with it."""
+    with machine_0(goes) as port:
+        node = Node(LaunchPlan(2, 1, 2, 1, f"127.0.0.1:{port}", rendezvous=RendezvousConfig(**timeouts)), RUN)
+        try:
+            return node.next_round()
+        finally:
+            node.leave("stopped")
+
+
+@pytest.mark.parametrize("goes", ["after its greeting", "after its answer"])
+def test_a_machine_0_that_goes_is_said_and_a_round_begins_with_one_that_stays(goes):
+    words = r"machine 0 at 127\.0\.0\.1, port \d+ closed the connection\. Look at what that machine prints"
+    with pytest.raises(LaunchError, match=words):
+        begun(goes)
+    assert begun("never").master_port == 7
+
+
+def test_a_machine_that_waits_in_vain_says_how_long_it_waited_and_comes_in_with_more_time():
+    short = {"last_call_seconds": 0.1, "lost_after_seconds": 0.1}
+    words = r"began no round within 0\.1 seconds\. Look at what that machine prints.* rendezvous\.timeout_seconds is"
+    with pytest.raises(LaunchError, match=words):
+        begun("never", timeout_seconds=0.1, **short)
+    assert begun("never", timeout_seconds=60.0, **short).num_nodes == 1
 
 
 def identity(command=("train.py", "--lr", "1"), environ=None, **overrides):

@@ -13,6 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
+from drivetrain.api import BackendInfo, Capabilities, DistributedBackend, Mesh, Topology, hookimpl
+from drivetrain.errors import UnsupportedError
+from drivetrain.registry import get_registry
 from drivetrain_testing import spawn
 
 
@@ -91,3 +94,37 @@ def test_a_run_that_does_not_load_what_an_interrupted_one_saved_says_so(tmp_path
     said = [each for each in caplog.messages if "saved itself when it was told to stop" in each]
     assert len(said) == told
     assert all(f'load_state("{tmp_path}/interrupted")' in each for each in said)
+
+
+class Groupless(DistributedBackend):
+    """Several processes that form no process group, as those of an engine with a way of its own to meet."""
+
+    capabilities = Capabilities()
+
+    def start(self):
+        self.topology = Topology(self.settings.process, Mesh({"dp_replicate": 2}), "cpu")
+        return self.topology
+
+    def prepare(self, model, optimizers=(), *, training=True):
+        raise AssertionError("nothing is trained")
+
+    def stop(self):
+        pass
+
+
+class GrouplessPlugin:
+    @hookimpl
+    def drivetrain_backends(self):
+        return [BackendInfo("groupless", "a toy", f"{__name__}:Groupless", capabilities=Groupless.capabilities)]
+
+
+def without_a_group(folder):
+    get_registry().register(GrouplessPlugin(), name="groupless")
+    words = r"save_on_interrupt lets ranks agree through a process group's store, and this backend forms none\. Leave"
+    with pytest.raises(UnsupportedError, match=words):
+        Accelerator(cpu=True, distributed_type="groupless", save_on_interrupt=True, project_dir=folder)
+    return Accelerator(cpu=True, distributed_type="groupless", project_dir=folder).num_processes
+
+
+def test_a_backend_without_a_process_group_is_refused_and_trains_without_saving_itself(tmp_path):
+    assert spawn(without_a_group, 2, str(tmp_path)) == [2, 2]

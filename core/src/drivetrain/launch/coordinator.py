@@ -705,7 +705,10 @@ class Node(Rendezvous):
             self._status = replace(self._status, ready=1)
             try:
                 self._state = link.exchange(self._status)
-            except OSError:
+            except (OSError, LaunchError) as problem:
+                link.close()
+                if isinstance(problem, LaunchError):
+                    raise
                 raise LaunchError(f"{self._coordinator} closed the connection", cure=_LOOK_THERE) from None
             self._link = link
             self._thread.start()
