@@ -398,6 +398,46 @@ def test_a_weight_transposed_in_place_is_taken_over(stage: int, tmp_path: Path) 
         assert "was asked for the parameters of a group" in said
 
 
+class Fills(torch.autograd.Function):
+    """Runs a layer anew in its backward, and runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, *_parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            made: Tensor = layer(x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.layer(*ctx.saved_tensors)
+        raise torch.OutOfMemoryError("no memory is left")
+
+
+class GivesParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(Fills.apply(x, self.first, *self.first.parameters()))
+        return made
+
+
+def runs_out_of_memory(folder: str) -> None:
+    accelerator = accelerator_with({"zero_stage": 3, "stage3_param_persistence_threshold": 0}, folder)
+    model = GivesParts()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory is left"):
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+
+
+def test_an_error_of_memory_stays_what_it_is(tmp_path: Path) -> None:
+    spawn(runs_out_of_memory, 2, str(tmp_path))
+
+
 def optimizers_of_the_same_parameters(stage: int, folder: str) -> tuple[str, Tensor | None, str]:
     """Return what two in one ``prepare`` are told, a weight after the advice, and what ``add_param_group`` says."""
     model, x, loss = overlapping()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from drivetrain.backend import Backend
-from drivetrain.data.plan import Rows
+from drivetrain.data.plan import Rows, length_of
 
 if TYPE_CHECKING:
     from drivetrain.data.kept_batches import KeptBatches
@@ -146,11 +146,7 @@ class ActiveLoaders:
 
     def num_samples(self) -> int:
         """Samples of the data set that the current batch is of; 0 where that is not known. Local."""
-        dataset = getattr(self._passes[-1].loader, "dataset", None) if self._passes else None
-        try:
-            return len(dataset) if dataset is not None else 0
-        except TypeError:  # A stream.
-            return 0
+        return (length_of(getattr(self._passes[-1].loader, "dataset", None)) or 0) if self._passes else 0
 
     def is_last_batch(self) -> bool:
         """Whether the current batch is its loader's last on this rank; ``False`` outside of every loop."""

@@ -38,6 +38,7 @@ from torch.utils.data import (
 
 from drivetrain.backend import Backend
 from drivetrain.data.active import loaders_on
+from drivetrain.data.plan import length_of
 from drivetrain.data.standardised import is_readable, is_standardised
 from drivetrain.distributed import trees
 from drivetrain.distributed.call_monitor import Current
@@ -255,7 +256,7 @@ class Description:
 
     def _add_attributes(self, data: Any, where: str, depth: int) -> None:
         """Describe what an object of the script's own class holds: data sets, and something for each sample."""
-        length = _length(data)
+        length = length_of(data)
         for name, value in vars(data).items():
             if isinstance(value, Dataset) or _is_arrow(value):
                 self.add_data(value, f"{where}.{name}.", depth + 1)
@@ -332,13 +333,6 @@ def _are_whole_numbers(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(values[index], int) for index in _rows(len(values)))
 
 
-def _length(data: Any) -> int | None:
-    try:
-        return len(data) if hasattr(data, "__len__") else None
-    except (TypeError, NotImplementedError):
-        return None  # as torch's own iterable data sets do where they have no length
-
-
 def describe(loader: Any, config: DataLoaderConfiguration, backend: Backend, *, sharded: bool) -> Description:
     """Describe a loader that is about to be prepared. Draws no random number and reads no sample of the script's own.
 
@@ -351,7 +345,7 @@ def describe(loader: Any, config: DataLoaderConfiguration, backend: Backend, *, 
     kind = type(loader).__name__
     topology = backend.topology
     if not isinstance(loader, DataLoader):
-        length = None if sharded else _length(loader)
+        length = None if sharded else length_of(loader)
         return Description(kind, topology.dp_rank if sharded else None, length, {"class": kind})
     dataset: Any = loader.dataset
     found = Description(f"{kind} of {type(dataset).__name__}", topology.dp_rank if sharded else None)
@@ -366,7 +360,7 @@ def describe(loader: Any, config: DataLoaderConfiguration, backend: Backend, *, 
             logger.debug("%s is not compared: it cannot be described on this rank.", found.what, exc_info=True)
             found.described = False
         return found
-    found.length = _length(dataset)
+    found.length = length_of(dataset)
     found.settings = {
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,

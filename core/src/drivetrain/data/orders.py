@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from drivetrain.data.comparison import PassComparison
 from drivetrain.data.drawing import DrawnOrder, ScriptUnits, TorchUnits, generators, set_state_of, state_of
-from drivetrain.data.plan import IndexedOrder, Order, Position, StreamedOrder, derive_seed, random_order
+from drivetrain.data.plan import IndexedOrder, Order, Position, StreamedOrder, derive_seed, length_of, random_order
 from drivetrain.distributed.rank_numbers import numbers_coordinate, seed_generator
 from drivetrain.distributed.rng import draws_alike
 
@@ -366,8 +366,3 @@ def _of_all_replicas(sampler: DistributedSampler[Any]) -> Sequence[int] | np.nda
     generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
     order: np.ndarray = torch.randperm(size, generator=generator).numpy()
     return order
-
-
-def length_of(data: Any) -> int | None:
-    """Return the length of data, ``None`` if it has none."""
-    return len(data) if hasattr(data, "__len__") else None

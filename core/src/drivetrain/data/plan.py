@@ -380,3 +380,11 @@ class Position:
     def at(self, epoch: int, consumed: int = 0) -> Position:
         """Another position, in an order that is not drawn yet."""
         return Position(self.seed, self.generator, epoch, consumed, legacy=self.legacy)
+
+
+def length_of(data: Any) -> int | None:
+    """Return the length of data, ``None`` if it has none."""
+    try:
+        return len(data) if hasattr(data, "__len__") else None
+    except (TypeError, NotImplementedError):
+        return None  # as torch's own iterable data sets do where they have no length

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.comparison import Content
 from drivetrain.data.drawing import generators
-from drivetrain.data.orders import ReadNumbers, length_of
-from drivetrain.data.plan import Cut, Position, StreamedOrder, plan_rounds, round_rows
+from drivetrain.data.orders import ReadNumbers
+from drivetrain.data.plan import Cut, Position, StreamedOrder, length_of, plan_rounds, round_rows
 from drivetrain.data.source import Item, Source, clone, num_rows, part_of
 from drivetrain.data.worker_data import NO_BATCH, StreamShard, WorkerInit, as_is
 from drivetrain.errors import UsageError

@@ -672,6 +672,8 @@ def backward(
             stack.enter_context(driver.running())
         try:
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError:
+            raise  # Scripts try a smaller batch then.
         except RuntimeError as error:
             if any(driver.taken for driver in drivers):
                 raise UnsupportedError(

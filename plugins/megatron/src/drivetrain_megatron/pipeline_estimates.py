@@ -267,7 +267,7 @@ class PipelineEstimate(LayoutEstimate):
             raise UnsupportedError(
                 f"{type(self.request.model).__name__} cannot run on one micro-batch at a time, as a pipeline does: "
                 f"{why}",
-                cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece; or use GroupNorm.",
+                cure="Write megatron.num_micro_batches: 1, which keeps the batch in one piece.",
             )
         whole = PipelineEstimate(self.made, self.degrees, section.model_copy(update={"num_micro_batches": 1}))
         found = whole.estimate()
