@@ -90,8 +90,9 @@ def _script(name: str) -> str:
 
 
 def _start(*command: str) -> Block:
-    # A terminal's width and colours are no part of it.
+    # A terminal's width and colours are no part of it. A program finds its modules compiled, as after its first start.
     environment = {**os.environ, "TERM": "dumb", "COLUMNS": "80"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def block() -> None:
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

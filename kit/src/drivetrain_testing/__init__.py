@@ -6,6 +6,15 @@ plugin's own tests import; ``drivetrain_testing.plugin`` is a pytest plugin (fix
 
 from __future__ import annotations
 
-from drivetrain_testing.processes import RankFailedError, RankTimeoutError, preload, spawn
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from drivetrain_testing.processes import RankFailedError, RankTimeoutError, preload, spawn
+
+__getattr__ = on_first_use(
+    __name__, {"drivetrain_testing.processes": ("RankFailedError", "RankTimeoutError", "preload", "spawn")}
+)
 
 __all__ = ["RankFailedError", "RankTimeoutError", "preload", "spawn"]

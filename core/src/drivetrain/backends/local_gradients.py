@@ -145,8 +145,11 @@ def is_taken(parameter: Tensor) -> bool:
 
     To be called in a hook of the parameter, or of a node that the backward runs before it.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        node = get_gradient_edge(parameter).node
+    # A hook of the parameter runs at its accumulator, which torch takes as long to find as ten such hooks.
+    node = torch._C._current_autograd_node()  # noqa: SLF001 (as torch.autograd.graph reads it)
+    if getattr(node, "variable", None) is not parameter:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            node = get_gradient_edge(parameter).node
     try:
         torch._C._will_engine_execute_node(node)  # noqa: SLF001
     except RuntimeError:

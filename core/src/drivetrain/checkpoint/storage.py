@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _DATA = re.compile(r"data-[0-9a-f]{12}")
 _STAGING = re.compile(r"\.(?:tmp|trash)-(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{12}-.*", re.DOTALL)
 _BLOCK = 4 << 20  # Checksum and write in blocks that stay in the processor's cache.
+_READ = 1 << 20
+"""Bytes of a file that are read at once to check it."""
 
 F = TypeVar("F", Path, RemoteFolder)
 """A folder, or a file in one, of one storage."""
@@ -552,10 +554,11 @@ def check_file(folder: Folder, name: str, expected: FileEntry) -> None:
         if size != expected.size:
             what = f"{name} has {size} bytes where its manifest says {expected.size}"
             raise CheckpointCorruptError(what, whose=str(folder), cure=cure)
-        crc = 0
-        with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK):
-                crc = zlib.crc32(block, crc)
+        crc, block = 0, memoryview(bytearray(_READ))
+        with path.open("rb", buffering=0) as opened:
+            file: Any = opened  # typing.IO leaves readinto out
+            while count := file.readinto(block):
+                crc = zlib.crc32(block[:count], crc)
     except FileNotFoundError as problem:
         raise CheckpointCorruptError(f"{name} is missing", whose=str(folder), cure=cure) from problem
     if crc != expected.crc32:

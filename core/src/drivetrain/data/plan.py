@@ -275,14 +275,16 @@ def plan_samples(order: Order, cut: Cut, start: int, dp_rank: int | None) -> Ite
             start += size
             continue
         block = order.take(start, start + size)
-        if not block or (len(block) < size and cut.drop_last):
+        if len(block) == size:
+            yield block[lower:upper], full
+            start += size
+            continue
+        if not block or cut.drop_last:
             return
         rows, head = cut.rows(len(block)), order.head(cut.dp_size)
         ranks = range(cut.dp_size) if dp_rank is None else (dp_rank,)
         yield [unit for rank in ranks for unit in chunk(block, head, rows, rank)], rows
-        if len(block) < size:
-            return
-        start += size
+        return
 
 
 def plan_rounds(order: Order, cut: Cut, start: int) -> Iterator[tuple[list[Any], int]]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from drivetrain.api import UsageError
-from drivetrain_convert.script_check import Kind, check_script
 
 
 @click.command(short_help="Read a script without running it; say what to change.")
@@ -19,6 +18,8 @@ def check(files: tuple[Path, ...]) -> None:
     can go. A script that trains by torch alone, by Lightning's Fabric or by a Trainer is told how it comes here.
     Only what the text of a file shows is found. The exit status is 1 where something raises or differs.
     """
+    from drivetrain_convert.script_check import Kind, check_script
+
     worst = 0
     for file in files:
         try:

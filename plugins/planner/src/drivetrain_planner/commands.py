@@ -1,4 +1,4 @@
-"""``drivetrain plan choose``, ``memory`` and ``measure``. Torch is imported when one of them runs."""
+"""``drivetrain plan choose``, ``memory`` and ``measure``. Torch and PyYAML are imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import yaml
 
 from drivetrain.api import UsageError
 from drivetrain.api.programs import pip_line
@@ -84,6 +83,8 @@ def choose(as_json: bool, explain: bool, write: Path | None, plot: Path | None, 
     made without memory, one micro-batch is traced, and every installed backend is asked what its layouts would hold and
     cost.
     """
+    import yaml
+
     from drivetrain_planner.choosing import settings_of
     from drivetrain_planner.report import RUNNERS_UP, data, lines
 
@@ -127,6 +128,8 @@ def measure(processes: int | None, seconds: float, cpu: bool, write: Path | None
     What is measured is kept for `--machine here`, which the other commands take where no machine is named. The link to
     other machines is not measured.
     """
+    import yaml
+
     from drivetrain_planner.machines import SUFFIXES, kept_file
     from drivetrain_planner.measuring import as_file
     from drivetrain_planner.measuring import measure as measured
@@ -154,6 +157,8 @@ def _draw(layouts: Sequence[Candidate], found: Choice, path: Path) -> None:
 
 def _plan_keys(flags: dict[str, Any]) -> dict[str, Any]:
     """The section `plan:` that says what was asked, so that a launch with the written file can be checked."""
+    import yaml
+
     keys = ("model", "batch", "loss", "machine", "memory", "optimizer", "optimizer_args", "samples", "length")
     said = {key: flags[key] for key in keys if flags[key] is not None}
     arguments = yaml.safe_load(said["optimizer_args"])
@@ -161,6 +166,8 @@ def _plan_keys(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plan(flags: dict[str, Any]) -> Choice:
+    import yaml
+
     from drivetrain.api.programs import load_config
     from drivetrain_planner.choosing import check_mesh
     from drivetrain_planner.choosing import choose as choose_layout
