@@ -46,10 +46,24 @@ class ObservedNumber(Tensor):
         return result
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of the model is compiled, by ``torch.compile`` or by its method.
+
+    What a compiled forward computes with is traced, and what it is given at run time no longer sees the operations.
+    """
+    return any(
+        part._compiled_call_impl is not None  # noqa: SLF001 (torch has no public word)
+        or "_orig_mod" in part._modules  # noqa: SLF001 (of torch.compile(module))
+        or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
+        for part in model.modules()
+    )
+
+
 def seems_to_use_number(model: nn.Module) -> bool:
     """Whether the source of the model, or of a model in it, hands ``num_items_in_batch`` to its loss.
 
-    For a model whose forward is run in parts after the loss was taken, so that the number cannot be observed.
+    For a model whose forward is compiled, or run in parts after the loss was taken, so that the number cannot be
+    observed.
     """
     for part in model.modules():
         forward = getattr(type(part), "forward", None)

@@ -25,7 +25,7 @@ from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_transformers import private_names, weights
 from drivetrain_transformers.accelerator import TrainerAccelerator
 from drivetrain_transformers.arguments import RunState, adopt, refuse_engine
-from drivetrain_transformers.items import ObservedNumber, num_labels, seems_to_use_number
+from drivetrain_transformers.items import ObservedNumber, is_compiled, num_labels, seems_to_use_number
 
 logger = logging.get_logger(__name__)
 
@@ -234,7 +234,7 @@ class Trainer(StockTrainer):
         by_items = number is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         observed: ObservedNumber | None = None
         if by_items and self._uses_number is None:
-            if self.accelerator.backend.capabilities.pipelined or self.args.torch_compile:
+            if self.accelerator.backend.capabilities.pipelined or is_compiled(model) or is_compiled(self.model):
                 self._uses_number = self.compute_loss_func is not None or seems_to_use_number(self.model)
             elif isinstance(number, Tensor):
                 number = observed = ObservedNumber.of(number)
@@ -417,8 +417,11 @@ class Trainer(StockTrainer):
             return
         if self.accelerator.is_prepared(self.model):
             self._load_weights(resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        if weights.has_adapter(self.model):
+            # Trainer would go on with the adapter as it is, and fail over the optimizer.
+            weights.read(self.model, resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the portable state, else what stock Trainer wrote. Collective over all ranks."""
@@ -435,23 +438,28 @@ class Trainer(StockTrainer):
         self._portable_rng = _random_state()
 
     def _load_stock_optimizer(self, checkpoint: str) -> None:
-        if not Path(checkpoint, their_module.OPTIMIZER_NAME).is_file():
+        files = [Path(checkpoint, name) for name in (their_module.OPTIMIZER_NAME, their_module.SCHEDULER_NAME)]
+        optimizer, scheduler = (
+            torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None for file in files
+        )
+        if optimizer is None:
             logger.warning(
                 "%s holds no optimizer state that can be loaded here: moments begin at zero, and only weights, step "
                 "and schedule go on.",
                 checkpoint,
             )
-            scheduler = Path(checkpoint, their_module.SCHEDULER_NAME)
-            if scheduler.is_file():
-                self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-            return
-        if not self.accelerator.backend.capabilities.replicated:
+        elif not self.accelerator.backend.capabilities.replicated:
             raise UnsupportedError(
                 f"{checkpoint} holds an optimizer that Transformers' own Trainer wrote whole, and here it is sharded",
                 cure="Resume and save once under distributed_type: single or ddp, then resume from that checkpoint; or "
                 f"delete {their_module.OPTIMIZER_NAME} there to go on with new moments.",
             )
-        super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            scheduler = _without_empty_groups(optimizer, scheduler)
+            assert self.optimizer is not None, "made before it is prepared"
+            self.optimizer.load_state_dict(optimizer)
+        if scheduler is not None:
+            self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and not _has_state(checkpoint):
@@ -538,3 +546,14 @@ def _set_random_state(state: tuple[Any, ...]) -> None:
         device = torch.accelerator.current_accelerator()
         assert device is not None, "its state was read"
         getattr(torch, device.type).set_rng_state(own)
+
+
+def _without_empty_groups(optimizer: dict[str, Any], scheduler: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Take the groups that hold nothing, which ours leaves out, from states of Trainer's: in place, and returned."""
+    groups = optimizer["param_groups"]
+    held = [index for index, group in enumerate(groups) if group["params"]]
+    optimizer["param_groups"] = [groups[index] for index in held]
+    return scheduler and {
+        name: [value[index] for index in held] if isinstance(value, list) and len(value) == len(groups) else value
+        for name, value in scheduler.items()
+    }

@@ -106,7 +106,8 @@ def _adapter(model: Any, file: Path) -> dict[str, Tensor]:
     if strange:
         raise CheckpointMismatchError(
             f"{file} holds tensors that are not this adapter's: {', '.join(strange[:4])}",
-            cure="Make the adapter with the configuration that stands beside the file in adapter_config.json.",
+            cure=f"Make the model of that adapter: peft.PeftModel.from_pretrained(base, {str(file.parent)!r}, "
+            "is_trainable=True). Or give the folder of a checkpoint of this one.",
         )
     return {known[word]: tensor for word, tensor in found.items()}
 
