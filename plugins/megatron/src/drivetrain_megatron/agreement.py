@@ -148,8 +148,7 @@ class Inputs:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
         *highest, most, overflow, a, b, c, _ = both.tolist()
         lowest, least = [-a, -b], -c
-        names = ["the model's inputs"] if highest != lowest else []
+        if highest != lowest:
+            raise differ(["the model's inputs"])
         if not overflow and most - least > _ROUNDING * max(abs(most), abs(least)) + 1e-6:
-            names.append(_LOSS)
-        if names:
-            raise differ(names)
+            raise differ([_LOSS])
