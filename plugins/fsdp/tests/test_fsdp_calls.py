@@ -127,18 +127,21 @@ def sharded_twice() -> None:
     state = accelerator.get_state_dict(model)
     accelerator.free_memory()
     words = r"this Encoder is sharded already, by an earlier prepare or by fully_shard, and cannot be sharded again"
-    with pytest.raises(UnsupportedError, match=rf"{words}.*Or construct it again, and load the state"):
+    with pytest.raises(UnsupportedError, match=rf"{words}.*construct it again, and on the main process load"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     again = Encoder()
-    again.load_state_dict(state)
+    if accelerator.is_main_process:
+        again.load_state_dict(state)
     again, optimizer = accelerator.prepare(again, torch.optim.SGD(again.parameters(), lr=0.1))
+    for name, value in accelerator.get_state_dict(again).items():
+        assert torch.equal(value, state[name])
     accelerator.backward(again(torch.ones(2, 4)).mean())
     optimizer.step()
     accelerator.end_training()
 
 
 def test_a_sharded_model_is_not_sharded_again_and_one_that_is_constructed_again_is() -> None:
-    spawn(sharded_twice, 1)
+    spawn(sharded_twice, 2)
 
 
 def quantised(by_name: str, *, packed: bool) -> None:

@@ -305,3 +305,41 @@ def test_save_pretrained_and_generate(layout, tmp_path) -> None:
     pytest.importorskip("transformers")
     size, section = LAYOUTS[layout]
     spawn(pretrained, size, section, tmp_path, timeout=150)
+
+
+def prepared_again() -> None:
+    overrides = {"distributed_type": "megatron", "use_cpu": True, "megatron.pipeline_parallel_size": 2}
+    made = Accelerator(config=load_config(overrides=overrides, environ={}))
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+
+    def step(model: Any) -> Any:
+        model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        made.backward(F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
+        optimizer.step()
+        return model
+
+    model = Net()
+    prepared = step(model)
+    state = made.get_state_dict(prepared)
+    made.free_memory()
+    words = r"this Net was prepared before: .* construct it again, and on the main process load the state"
+    with pytest.raises(UnsupportedError, match=words):
+        made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    again = Net()
+    if made.is_main_process:
+        again.load_state_dict(state)
+    trained = made.get_state_dict(step(again))
+    if made.is_main_process:
+        alone = Net()
+        alone.load_state_dict(state)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        F.cross_entropy(alone(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=ATOL)
+    made.end_training()
+
+
+def test_a_model_with_one_stage_is_not_prepared_again_and_one_that_is_constructed_again_is() -> None:
+    """Refuse a part of a model; the whole one goes on from the weights that the main process loads."""
+    spawn(prepared_again, 2)

@@ -133,7 +133,8 @@ class DeepSpeedBackend(FileConfiguredBackend, DistributedBackend):
                 f"this {type(module).__name__} was prepared before, and still has hooks and partitions of DeepSpeed, "
                 "which free_memory() does not remove",
                 cure="Prepare a model once, together with its optimizer, even if it is only evaluated at first. Or "
-                "construct it again, and load the state that accelerator.get_state_dict(model) returned.",
+                "construct it again, and on the main process load the state that accelerator.get_state_dict(model) "
+                "returned before: every rank starts from its values.",
             )
         if not self.settings.place_on_device and self.topology.device != "cpu":
             raise UsageError(

@@ -93,8 +93,8 @@ class GuardedParameter(nn.Parameter):
                 raise UnsupportedError(
                     f"a parameter of {self._drivetrain_guard.model} cannot be copied: ZeRO stage 3 shares it out over "
                     "ranks",
-                    cure="Build a second model and load accelerator.get_state_dict(model) into it, or copy the model "
-                    "before prepare.",
+                    cure="Build a second model, and load accelerator.get_state_dict(model) into it on the main "
+                    "process, where it is whole; or copy the model before prepare.",
                 )
             strides = self._drivetrain_guard.strides.get(id(self), self.stride())
             values = with_strides(self.detach().clone(), strides)

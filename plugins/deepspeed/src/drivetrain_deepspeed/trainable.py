@@ -177,7 +177,10 @@ class DeepSpeedTrainable(Trainable):
         if self._guard is None or not self._backend.config.stage:
             return
         name = type(self.module).__name__
-        cure = "Save accelerator.get_state_dict(model), or load it into a second model that is built like the first."
+        cure = (
+            "Save accelerator.get_state_dict(model); or load it, on the main process, where it is whole, into a second "
+            "model that is built like the first."
+        )
         if self._backend.config.stage == 3:
             raise UnsupportedError(f"{name} cannot be copied: ZeRO stage 3 shares it out over ranks", cure=cure)
         if sys._getframe(1).f_code.co_name == "__reduce_ex__":  # noqa: SLF001

@@ -486,7 +486,8 @@ class FSDPBackend(DistributedBackend):
                 f"this {type(module).__name__} is sharded already, by an earlier prepare or by fully_shard, and cannot "
                 "be sharded again; free_memory() does not make its parameters whole",
                 cure="Prepare a model once, together with its optimizer, even if it is only evaluated at first. Or "
-                "construct it again, and load the state that accelerator.get_state_dict(model) returned.",
+                "construct it again, and on the main process load the state that accelerator.get_state_dict(model) "
+                "returned before: every rank starts from its values.",
             )
         for name, parameter in module.named_parameters():
             if hasattr(parameter, "quant_state") or type(parameter).__module__.partition(".")[0] == "bitsandbytes":

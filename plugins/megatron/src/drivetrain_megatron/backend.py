@@ -249,8 +249,9 @@ def _refuse_stages(module: nn.Module) -> None:
         raise UnsupportedError(
             f"this {type(module).__name__} was prepared before: it has the parameters of one pipeline stage, and "
             "free_memory() does not give it the others back",
-            cure="Prepare a model once, together with its optimizer, also where it is evaluated first; or construct it "
-            "anew, and load what accelerator.get_state_dict(model) gave before.",
+            cure="Prepare a model once, together with its optimizer, even if it is only evaluated at first. Or "
+            "construct it again, and on the main process load the state that accelerator.get_state_dict(model) "
+            "returned before: every rank starts from its values.",
         )
 
 
