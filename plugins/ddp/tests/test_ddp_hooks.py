@@ -238,3 +238,49 @@ def test_hooks_are_given_gradients_of_the_true_number_of_items(ranks: int, how: 
     for found in spawn(counted, ranks, ranks, how):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+def stepped(hook: Callable[[Tensor], Any] | None = None, **options: Any) -> str:
+    """One step with a hook after accumulation, or options of DistributedDataParallel; what is refused of them."""
+    accelerator = Accelerator(
+        config=load_config(overrides={"distributed_type": "ddp", "use_cpu": True}, environ={}),
+        kwargs_handlers=[DistributedDataParallelKwargs(**options)],
+    )
+    model: Any = nn.Linear(5, 4)
+    if hook is not None:
+        model.weight.register_post_accumulate_grad_hook(hook)
+    said = ""
+    try:
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(3, 5)).mean())
+        optimizer.step()
+    except UsageError as refused_here:
+        said = str(refused_here)
+    accelerator.end_training()
+    return said
+
+
+def options_and_hooks() -> list[str]:
+    """What two options and two hooks are told, each followed by the advised ones."""
+    return [
+        stepped(comm_hook="no", comm_wrapper="fp16"),
+        stepped(comm_hook="power_sgd", comm_wrapper="fp16"),
+        stepped(comm_hook="no"),
+        stepped(lambda parameter: parameter.grad.mul_(2)),
+        stepped(_double),
+    ]
+
+
+def _double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def test_what_options_and_hooks_are_refused_for_and_what_they_may_do() -> None:
+    """Refuse a wrapper without its hook, and a hook that returns something; as advised, both step."""
+    for wrapper, powered, left_out, returned, in_place in spawn(options_and_hooks, 2):
+        assert "comm_wrapper='fp16' and comm_state_option={} belong to a power_sgd hook, comm_hook is 'no'" in wrapper
+        assert "Set comm_hook to 'power_sgd' or 'batched_power_sgd', or leave the other two out." in wrapper
+        assert "a post accumulate grad hook of weight of Linear returned something" in returned
+        assert "Return None from it, and change p.grad in place." in returned
+        assert (powered, left_out, in_place) == ("", "", "")
