@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.data.loader import prepare_data_loader, skip_first_batches
 from drivetrain.data.metrics import gather, gather_for_metrics
 from drivetrain.distributed.current import set_current_backend
-from drivetrain.distributed.nested import pad_across_processes
+from drivetrain.distributed.nested import gather_object, pad_across_processes
 from drivetrain.errors import CollectiveMismatchError, UsageError
 from drivetrain_testing import spawn
 
@@ -144,6 +144,11 @@ def alignment(context):
             with pytest.raises(UsageError) as caught:
                 gather_for_metrics(value, context)
             seen[name] = str(caught.value)
+        mine = torch.zeros(6 + context.dp_rank)
+        with pytest.raises(UsageError, match="Gather tensors that have others with"):
+            gather_for_metrics(mine, context)
+        seen["padded"] = len(gather(pad_across_processes(mine, backend=context.backend), context.backend))
+        seen["objects"] = gather_object(["a"] * 7, context.backend)
         seen["repeat"] = gather_for_metrics(torch.ones(()).repeat(loader.batch_size), context).shape[0]
         seen["scalar"] = gather_for_metrics(batch.sum(), context).shape[0]
         seen["dicts"] = len(gather_for_metrics({"metric": 1.0}, context))
@@ -156,6 +161,9 @@ def test_what_cannot_be_aligned_raises_on_every_rank():
     assert "float32[7]" in seen["tensor"]
     assert "the parts have 7, 7 rows by rank, the current batch has 1, 1, of which 1, 0 count" in seen["tensor"]
     assert "rows of a list repeat samples" in seen["list"]
+    assert "accelerator.gather(accelerator.pad_across_processes(values)), and objects" in seen["list"]
+    assert seen["padded"] == 14
+    assert seen["objects"] == ["a"] * 14
     assert "float32[7]" in seen["nested"]
     assert seen["repeat"] == 1
     # The other rank holds nothing but a repeated sample.

@@ -50,7 +50,9 @@ def rows_to_keep(sizes: Sequence[int], info: Pass | None, what: str, *, scalar: 
     raise UsageError(
         f"gather_for_metrics cannot tell which rows of {what} repeat samples: the parts have {_list(sizes)} rows by "
         f"rank, the current batch has {_list(rows.loaded)}, of which {_list(rows.real)} count",
-        cure="Pass values with one row per sample of the batch; what is not per sample goes to accelerator.gather().",
+        cure="Pass values with one row per sample of the batch. Gather tensors that have others with "
+        "accelerator.gather(accelerator.pad_across_processes(values)), and objects with "
+        "drivetrain.utils.gather_object(values).",
     )
 
 
