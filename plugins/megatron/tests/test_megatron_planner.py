@@ -218,10 +218,33 @@ class TestCosts:
         with pytest.raises(UsageError, match="costs of 3 stages say nothing about 2"):
             costs([1.0] * 3).for_stages(2)
 
-    @pytest.mark.parametrize("wrong", [{"backward": [1.0, 2.0]}, {"activations": [-1.0]}, {"weight_share": 1.5}])
-    def test_costs_that_cannot_be_are_refused(self, wrong):
-        with pytest.raises(UsageError):
+    @pytest.mark.parametrize(
+        ("wrong", "said", "advised"),
+        [
+            (
+                {"backward": [1.0, 2.0]},
+                r"different lengths: \{'forward': 3, 'backward_input': 2, .*\}\. Give one number for each stage, or a",
+                [{"backward": [1.0, 2.0, 2.0]}, {"backward": [2.0]}],
+            ),
+            (
+                {"activations": [-1.0]},
+                r"activations of a stage is negative or not finite: \[-1\.0, -1\.0, -1\.0\]\. Give finite numbers",
+                [{"activations": [0.0]}],
+            ),
+            (
+                {"weight_share": 1.5},
+                r"1\.5 of the backward for the weights\. Use a share from 0",
+                [{"weight_share": 1}],
+            ),
+            ({"kept_for_weights": 2}, r"2 of the activations wait for .*\. Use 0 to 1\.", [{"kept_for_weights": 1}]),
+            ({"split": 0}, r"a backward take 0 times its time\. Use 1 or more: the parts' times over", [{"split": 1}]),
+        ],
+    )
+    def test_costs_that_cannot_be_are_refused_and_those_that_are_advised_are_not(self, wrong, said, advised):
+        with pytest.raises(UsageError, match=said):
             costs([1.0, 1.0, 1.0], **wrong)
+        for each in advised:
+            assert costs([1.0, 1.0, 1.0], **each).num_stages == 3
 
 
 ANY = ("gpipe", "zbv")
@@ -354,23 +377,46 @@ class TestRules:
         assert not any(schedule.takes(p, v, count) for count in between if count != m)
 
     @pytest.mark.parametrize(
-        ("name", "numbers", "said"),
+        ("name", "numbers", "said", "advised"),
         [
-            ("dualpipev", (4, 2, 6), r"at least 2p \(p = 4\). Use 8 micro-batches"),
-            ("1f1b", (4, 1, 3), r"at least p \(p = 4\). Use 4 micro-batches"),
-            ("interleaved_1f1b", (2, 2, 5), "Use 4 or 6 micro-batches."),
-            ("zbv", (2, 3, 4), "'zbv' holds 2 stages a rank, not 3. Use 2; with 3: interleaved_1f1b, zero_bubble."),
-            ("gpipe", (2, 2, 4), "'gpipe' holds 1 stage a rank, not 2."),
-            ("gpipe", (0, 1, 4), "0 ranks"),
+            ("dualpipev", (4, 2, 6), r"at least 2p \(p = 4\)\. Use 8 micro-batches", [("dualpipev", (4, 2, 8))]),
+            (
+                "1f1b",
+                (4, 1, 3),
+                r"stages a rank: 1, does not take 3 .* p \(p = 4\)\. Use 4 micro-batches .*, or the schedule g",
+                [("1f1b", (4, 1, 4)), ("gpipe", (4, 1, 3))],
+            ),
+            (
+                "interleaved_1f1b",
+                (2, 2, 5),
+                r"Use 4 or 6 micro-batches",
+                [("interleaved_1f1b", (2, 2, count)) for count in (4, 6)],
+            ),
+            (
+                "zbv",
+                (2, 3, 4),
+                r"'zbv' holds 2 stages a rank, not 3\. Use 2; with 3: interleaved_1f1b, zero_bubble\.",
+                [("zbv", (2, 2, 4)), ("interleaved_1f1b", (2, 3, 4)), ("zero_bubble", (2, 3, 4))],
+            ),
+            ("gpipe", (2, 2, 4), r"'gpipe' holds 1 stage a rank, not 2\. Use 1; with 2: int", [("gpipe", (2, 1, 4))]),
+            ("gpipe", (0, 1, 4), r"0 ranks for the schedule 'gpipe'\. Use 1 or more\.", [("gpipe", (1, 1, 4))]),
         ],
     )
-    def test_what_does_not_fit_is_told_with_what_does(self, name, numbers, said):
+    def test_what_does_not_fit_is_told_with_what_does(self, name, numbers, said, advised):
         with pytest.raises(UsageError, match=said):
             check(find(name), *numbers)
+        for other, fitting in advised:
+            check(find(other), *fitting)
 
     def test_a_name_mistyped_is_guessed(self):
-        with pytest.raises(UsageError, match="Did you mean 'zero_bubble'"):
+        words = (
+            r"there is no schedule 'zero_buble'\. Did you mean 'zero_bubble'\? There are: gpipe, 1f1b, .*, dualpipev\."
+        )
+        with pytest.raises(UsageError, match=words) as caught:
             find("zero_buble")
+        assert find("zero_bubble").name == "zero_bubble"
+        for name in caught.value.cure.partition("There are: ")[2].rstrip(".").split(", "):
+            assert find(name).name == name
 
 
 def textbook(name, num_ranks, stages_per_rank, num_micro_batches):
@@ -591,7 +637,7 @@ class TestCommand:
             ("nowhere:Pair", "'nowhere' cannot be imported"),
             ("pairs_of_layers:Other", "there is no 'Other'"),
             ("pairs_of_layers:NUMBER", "cannot be called"),
-            ("pairs_of_layers:nothing", "returned a NoneType"),
+            ("pairs_of_layers:nothing", r"returned a NoneType, not a model\. Name a function that returns a module"),
             ("pairs_of_layers", "names no model"),
         ):
             with pytest.raises(UsageError, match=said):
@@ -640,6 +686,113 @@ class TestCommand:
         with pytest.raises(UsageError, match=said):
             self.run(*arguments)
 
+    @pytest.mark.parametrize(
+        ("wrong", "said", "advised"),
+        [
+            (
+                ["--forward", "1,1,1", "--backward", "1,2"],
+                r"costs by stage have different lengths: .*\. Give one number for each stage, or a single one for all",
+                [["--forward", "1,1,1", "--backward", "1,2,2"], ["--forward", "1,1,1", "--backward", "2"]],
+            ),
+            (
+                ["--forward", "-1,1"],
+                r"forward of a stage is negative or not finite: \[-1\.0, 1\.0\]\. Give finite numbers from 0 on",
+                [["--forward", "0,1"]],
+            ),
+            (
+                ["--forward", "0"],
+                r"all stages together take no time\. Give forwards or backwards a duration",
+                [["--forward", "1"], ["--forward", "0", "--backward", "2"]],
+            ),
+            (
+                ["--activations", "2k"],
+                r"'2k' is no size\. Write 512MiB, 40GiB, 1\.5GB, or a number of bytes",
+                [["--activations", size] for size in ("512MiB", "40GiB", "1.5GB", "4096")],
+            ),
+            (
+                ["--search", "--counts", "4,8.5"],
+                r"'4,8\.5' is no list of whole numbers from 1\. Write 8, or several as in 4,8,16",
+                [["--search", "--counts", "8"], ["--search", "--counts", "4,8,16"]],
+            ),
+            (["--search", "--counts", "inf"], r"'inf' is no list of whole numbers from 1", []),
+            (
+                ["--weight_share", "2", "--transfer", "inf"],
+                r"costs of the command line: transfer: .* finite number; weight_share: .* less than or equal to 1\. G",
+                [["--weight_share", "1", "--transfer", "8"]],
+            ),
+            (
+                ["--schedule", "gpip"],
+                r"there is no schedule 'gpip'\. Did you mean 'gpipe'\? There are: gpipe, 1f1b, ",
+                [["--schedule", "gpipe"], ["--schedule", "1f1b"]],
+            ),
+            (
+                ["--schedule", "gpipe", "--stages_per_rank", "2"],
+                r"'gpipe' holds 1 stage a rank, not 2\. Use 1; with 2: interleaved_1f1b, zero_bubble, zbv, dualpipev",
+                [
+                    ["--schedule", "gpipe", "--stages_per_rank", "1"],
+                    *(["--schedule", name, "--stages_per_rank", "2"] for name in ("zero_bubble", "zbv")),
+                ],
+            ),
+            (
+                ["--ranks", "4", "--micro_batches", "3"],
+                r"does not take 3 micro-batches; it takes at least p \(p = 4\)\. Use 4 micro-batches .*, or the sch",
+                [
+                    ["--ranks", "4", "--micro_batches", "4"],
+                    ["--ranks", "4", "--micro_batches", "3", "--schedule", "gpipe"],
+                ],
+            ),
+        ],
+    )
+    def test_what_is_advised_instead_of_a_mistake_is_drawn(self, wrong, said, advised):
+        with pytest.raises(UsageError, match=said):
+            self.run(*wrong)
+        for arguments in advised:
+            assert "rank 0 " in self.run(*arguments)
+
+    def test_costs_are_given_in_one_place(self, tmp_path):
+        file = tmp_path / "costs.json"
+        file.write_text('{"forward": [3]}', encoding="utf-8")
+        with pytest.raises(UsageError, match=r"--costs and --forward say the same thing twice\. Leave one of them out"):
+            self.run("--costs", str(file), "--forward", "2")
+        for arguments, duration in ((["--costs", str(file)], 3), (["--forward", "2"], 2)):
+            data = json.loads(self.run("--ranks", "1", "--micro_batches", "1", "--json", *arguments))
+            assert data["duration"] == 3 * duration
+
+    @pytest.mark.parametrize(
+        ("wrong", "said", "advised"),
+        [
+            (
+                {"forwards": [2]},
+                r"costs\.json: forwards: .*\. There are forward, backward, .*, unit\.",
+                {"forward": [2]},
+            ),
+            ({"forward": 2}, r"costs\.json: forward: Input should be a valid list\. Give values as", {"forward": [2]}),
+            ([2], r"costs\.json: all of it: Input should be a valid dictionary .*\. Give values as", {"forward": [2]}),
+            (
+                {"backward": [0], "backward_input": [1], "backward_weight": [1]},
+                r"the two parts of a backward take inf times its time\. Use 1 or more",
+                {"backward": [2], "backward_input": [1], "backward_weight": [1]},
+            ),
+            (
+                {"backward": [2], "backward_input": [0], "backward_weight": [0]},
+                r"the two parts of a backward take 0 times its time\. Use 1 or more",
+                {"backward": [2], "backward_input": [1], "backward_weight": [1]},
+            ),
+            (
+                {"backward": [], "backward_input": [], "backward_weight": []},
+                r"costs by stage have different lengths: .* Give one number for each stage",
+                {"backward": [2], "backward_input": [1], "backward_weight": [1]},
+            ),
+        ],
+    )
+    def test_a_file_that_cannot_be_is_refused_until_it_is_corrected(self, tmp_path, wrong, said, advised):
+        file = tmp_path / "costs.json"
+        file.write_text(json.dumps(wrong), encoding="utf-8")
+        with pytest.raises(UsageError, match=said):
+            self.run("--costs", str(file))
+        file.write_text(json.dumps(advised), encoding="utf-8")
+        assert "rank 0 " in self.run("--costs", str(file))
+
     def test_its_help_imports_no_torch(self):
         code = (
             "import sys; from click.testing import CliRunner; from drivetrain.cli.main import drivetrain as d;"
@@ -656,6 +809,14 @@ def test_uneven_stages_of_gpipe_take_what_alpas_formula_says(forward, m):
     price = costs(forward, backward=[2 * each for each in forward])
     expected = 3 * (sum(forward) + (m - 1) * max(forward))
     assert simulate(gpipe(len(forward), m), price).duration == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.parametrize(("p", "m"), [(0, 4), (2, 0)])
+def test_a_plan_needs_a_rank_and_a_micro_batch(p, m):
+    with pytest.raises(UsageError, match=rf"{p} ranks and {m} micro-batches\. Use 1 or more of each\."):
+        plan_best(Request(p, m, costs([1.0])))
+    best, _ = plan_best(Request(max(p, 1), max(m, 1), costs([1.0])))
+    assert best.timeline.duration > 0
 
 
 def test_a_plan_takes_costs_by_rank_and_cuts_them_for_the_schedules_stages():

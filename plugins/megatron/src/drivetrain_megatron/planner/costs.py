@@ -42,7 +42,7 @@ class Costs:
         if len(lengths) != 1:
             raise UsageError(
                 f"costs by stage have different lengths: { {name: len(v) for name, v in self._by_stage().items()} }",
-                cure="Give one number for each stage, everywhere.",
+                cure="Give one number for each stage, or a single one for all of them.",
             )
         for name, values in self._by_stage().items():
             if any(not 0 <= value < float("inf") for value in values):
@@ -52,8 +52,11 @@ class Costs:
                 )
         if not 0 <= self.kept_for_weights <= 1:
             raise UsageError(f"{self.kept_for_weights} of the activations wait for the weights", cure="Use 0 to 1.")
-        if self.split <= 0:
-            raise UsageError(f"the two parts of a backward take {self.split} times its time", cure="Use 1 or more.")
+        if not 0 < self.split < float("inf"):
+            raise UsageError(
+                f"the two parts of a backward take {self.split:g} times its time",
+                cure="Use 1 or more: the parts' times over the whole backward's.",
+            )
         if not self.work:
             raise UsageError("all stages together take no time", cure="Give forwards or backwards a duration.")
 

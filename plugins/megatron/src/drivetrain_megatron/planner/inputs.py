@@ -30,7 +30,7 @@ class CostsFile(BaseModel):
     ``num_micro_batches`` is the count into which the batch was cut when the costs were measured.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     forward: list[float] = Field([1.0], min_length=1)
     backward: list[float] | None = None
@@ -70,7 +70,8 @@ class CostsFile(BaseModel):
         shares = [second / whole if whole else 0.5 for second, whole in zip(weights, both, strict=True)]
         if self.backward is None:
             return costs(self.forward, backward=both, weight_share=shares, split=self.split, **common)
-        split = sum(both) / len(both) * len(self.backward) / sum(self.backward)
+        apart, whole = sum(both) / max(len(both), 1), sum(self.backward) / max(len(self.backward), 1)
+        split = apart / whole if whole else float("inf") if apart else self.split
         return costs(self.forward, backward=self.backward, weight_share=shares, split=split, **common)
 
 
@@ -106,9 +107,10 @@ def _validated(values: Any, source: str) -> CostsFile:
     try:
         return CostsFile.model_validate(values)
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        known = ", ".join(CostsFile.model_fields)
-        raise UsageError(f"costs of {source}: {'; '.join(found)}", cure=f"There are {known}.") from error
+        found = [f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors()]
+        unknown = any(each["type"] == "extra_forbidden" for each in error.errors())
+        cure = f"There are {', '.join(CostsFile.model_fields)}." if unknown else "Give values as these words say."
+        raise UsageError(f"costs of {source}: {'; '.join(found)}", cure=cure) from error
 
 
 def number_list(text: str) -> list[float]:
@@ -130,7 +132,7 @@ def count_list(text: str) -> list[int]:
         UsageError: something else.
     """
     numbers = number_list(text)
-    if any(number < 1 or number != int(number) for number in numbers):
+    if any(number < 1 or not number.is_integer() for number in numbers):
         raise UsageError(f"{text!r} is no list of whole numbers from 1", cure="Write 8, or several as in 4,8,16.")
     return [int(number) for number in numbers]
 
