@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import UnsupportedError, hookimpl
+from drivetrain.api import UnsupportedError, UsageError, hookimpl
 from drivetrain.api.programs import get_registry
 from drivetrain_megatron.pipeline.skeleton import is_absent
 from drivetrain_testing import spawn
@@ -112,6 +112,58 @@ def cut_by_plugin(section: dict[str, Any]) -> tuple[str, ...]:
 def test_a_plugin_that_knows_the_model_is_asked_before_the_balance() -> None:
     assert spawn(cut_by_plugin, 2, {}) == [("blocks.4",)] * 2
     assert spawn(cut_by_plugin, 2, {"split_points": ["blocks.2"]}) == [("blocks.2",)] * 2, "the user first"
+
+
+class Halving(nn.Module):
+    """Changes a gradient on its way, for which forward needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return x
+
+
+class Mistaken:
+    """A plugin that names one module too many."""
+
+    @hookimpl
+    def drivetrain_pipeline_split(self, model: nn.Module, num_stages: int) -> list[str]:
+        return [f"blocks.{index}" for index in range(1, num_stages + 1)]
+
+
+def cuts_as_advised() -> None:
+    names = r"names 2 module\(s\), 2 stages need 1\. Name 1 in megatron\.split_points: where the second and each"
+    time, in_bytes, in_half = {"balance": "time"}, {"balance": "bytes"}, {"split_points": ["blocks.2"]}
+    cases: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
+        (
+            "none",
+            time,
+            r"the time of Halving's parts cannot be measured: .*\. Write megatron\.balance: bytes, or megatron\.split",
+            [in_bytes, time | in_half],
+        ),
+        ("none", {"split_points": ["blocks.1", "blocks.3"]}, rf"megatron\.split_points {names}", [in_half]),
+        ("mistaken", {}, rf"a plugin {names}", [in_half]),
+    ]
+    for plugin, section, words, advised in cases:
+        if plugin == "mistaken":
+            get_registry().register(Mistaken(), name=plugin)
+        made = accelerator(section)
+        with pytest.raises(UsageError, match=words):
+            follows(made, Halving)
+        made.end_training()
+        for each in advised:
+            made = accelerator(each)
+            follows(made, Halving)
+            made.end_training()
+
+
+def test_cuts_that_cannot_be_made_are_made_as_advised() -> None:
+    spawn(cuts_as_advised, 2, timeout=100)
 
 
 class Scaled(nn.Module):

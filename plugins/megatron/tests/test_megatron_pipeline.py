@@ -359,7 +359,7 @@ def test_values_before_and_after_backward() -> None:
 
 def refusals(section):
     made = accelerator(section)
-    _, _, model, _ = pair(made)
+    plain, _, model, _ = pair(made)
     ids, mask, _ = batch(1)
     output = model(ids, mask)
     with pytest.raises(UnsupportedError, match="train_step"):
@@ -368,7 +368,7 @@ def refusals(section):
         output["logits"][0] = 0.0
     with pytest.raises(UsageError, match=r"accelerator\.backward"):
         output["logits"].mean().backward()
-    with pytest.raises(UsageError, match="one number"):
+    with pytest.raises(UsageError, match=r"needs one number, this loss has several\. Reduce it: \.mean\(\) or \.sum"):
         made.backward(output["logits"])
     with pytest.raises(UnsupportedError, match="on both batches"):
         output["logits"] + model(ids, mask)["logits"]
@@ -376,10 +376,12 @@ def refusals(section):
     with pytest.raises(UnsupportedError, match="train_step"):
         # Every sample is compared with every other: no micro-batch can do that alone.
         made.backward(F.cross_entropy(pooled @ pooled.t(), torch.arange(len(ids))))
+    for reduced in (lambda given: given["logits"].mean(), lambda given: (0.02 * given["logits"]).sum()):
+        loss_follows(made, plain, model, reduced, (ids, mask))
     model.eval()
-    plain = model(ids, mask)["logits"].mean().requires_grad_()
+    evaluated = model(ids, mask)["logits"].mean().requires_grad_()
     with pytest.raises(UsageError, match="training mode"):
-        made.backward(plain)
+        made.backward(evaluated)
     made.end_training()
 
 

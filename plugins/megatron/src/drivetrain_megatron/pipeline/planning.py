@@ -336,6 +336,6 @@ def points_of(
     if len(named) != num_stages - 1:
         raise UsageError(
             f"{whose} names {len(named)} module(s), {num_stages} stages need {num_stages - 1}",
-            cure=f"Name {num_stages - 1}: where the second and each further stage begins.",
+            cure=f"Name {num_stages - 1} in megatron.split_points: where the second and each further stage begins.",
         )
     return named, whose
