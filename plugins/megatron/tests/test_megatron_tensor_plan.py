@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plain_and_prepared import follow, refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drivetrain import Accelerator
 from drivetrain.api import UsageError, hookimpl
 from drivetrain.api.programs import get_registry
 from drivetrain_megatron.tensor.plan import make_plan, table
 from drivetrain_megatron.tensor.trial import Cut
+from drivetrain_testing import spawn
 
 WORDS, WIDTH = 33, 16
 
@@ -267,20 +275,129 @@ def test_a_written_plan_finds_the_parts_of_a_fused_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "says"),
+    ("written", "says", "advised"),
     [
-        ({}, "megatron.tp_plan is empty"),
-        ({"attention.wq": "columnwise"}, "Did you mean 'colwise'? There are all_reduce, colwise, "),
-        ({"atention.wq": "colwise"}, "names atention.wq, which Language has not. Near it are attention.wq"),
-        ({"attention": "colwise"}, "names attention, a Grouped without a matrix called weight. Name the modules in it"),
-        ({"attention.wq": "replicated"}, "shares no parameter of Language"),
-        ({"words": "vocabulary", "head": "rowwise"}, "Tied parameters are one"),
+        (
+            {},
+            "megatron.tp_plan is empty. Name layers, {'layers.*.wq': colwise, ...}, or leave",
+            [None, {"*.w1": "colwise"}],
+        ),
+        (
+            {"attention.wq": "columnwise"},
+            "says 'columnwise' of attention.wq, which is no style. Did you mean 'colwise'? There are",
+            [{"attention.wq": "colwise"}],
+        ),
+        (
+            {"atention.wq": "colwise"},
+            "names atention.wq, which Language has not. Near it are attention.wq",
+            [{"attention.wq": "colwise"}],
+        ),
+        (
+            {"attention": "colwise"},
+            "attention, a Grouped without a matrix called weight. Name the modules in it, or its parameters: gain.",
+            [{"attention.wq": "colwise", "attention.wo": "rowwise"}],
+        ),
+        (
+            {"attention.wq": "replicated"},
+            "shares no parameter of Language: it names nothing but what stays whole. Write megatron.tp_plan: {'layers.",
+            [None, {"attention.wq": "replicated", "attention.wo": "rowwise"}],
+        ),
+        (
+            {"words": "vocabulary", "head": "rowwise"},
+            "0 and, as head.weight, along dim 1. Tied parameters are one; give both modules the style vocabulary.",
+            [{"words": "vocabulary", "head": "vocabulary"}],
+        ),
     ],
 )
-def test_plans_that_cannot_be(written: dict[str, str], says: str) -> None:
+def test_plans_that_cannot_be(written: dict[str, str], says: str, advised: list[dict[str, str] | None]) -> None:
     with pytest.raises(UsageError) as raised:
         make_plan(Language(Grouped()), 2, written)
     assert says in str(raised.value)
+    for each in advised:
+        assert make_plan(Language(Grouped()), 2, each).cuts
+
+
+def test_every_style_that_a_refusal_lists_can_be_written() -> None:
+    with pytest.raises(UsageError) as raised:
+        make_plan(Language(Grouped()), 2, {"attention.wq": "columnwise"})
+    listed = raised.value.cure.partition("There are ")[2].rstrip(".").split(", ")
+    assert {"colwise", "rowwise", "packed_colwise", "vocabulary", "replicated"} <= set(listed)
+    for style in listed:
+        assert "unit.w1.weight" in make_plan(Language(Grouped()), 2, {"unit.w1": "colwise", "unit.w3": style}).cuts
+
+
+class Lookup(nn.Module):
+    """Words that are looked up, and a head, which may be the same matrix."""
+
+    def __init__(self, *, tied: bool = False, **table: Any) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH, **table), nn.Linear(WIDTH, WORDS, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+class Bare(Lookup):
+    """Its words are a parameter without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = self.words.weight
+        del self.words
+        self.words = table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.words, max_norm=0.5)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def words_and_next(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, (8,), generator=generator), torch.randint(WORDS, (8,), generator=generator)
+
+
+def of_next(model: Any, one: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(one[0]), one[1])
+
+
+def refused_and_then_shared(folder: Path) -> None:
+    unit, tied = {"up": "colwise", "down": "rowwise"}, partial(Lookup, tied=True)
+    whole = r"cannot be cut \(words(\.weight)?\)\. Write words: replicated into megatron\.tp_plan, beside .* leave tp_"
+    cases: list[tuple[Callable[[], nn.Module], dict[str, str], str, list[dict[str, str] | None]]] = [
+        (tied, {}, r"megatron\.tp_plan is empty\. Name layers, .*, or leave it out", [None, unit]),
+        (tied, {**unit, "up": "columnwise"}, r"says 'columnwise' of up, .*\. Did you mean 'colwise'\?", [unit]),
+        (tied, {**unit, "op": "colwise"}, r"names op, which Lookup has not\. Near it are up\.", [unit]),
+        (
+            tied,
+            {"words": "vocabulary", "head": "rowwise"},
+            r"as head\.weight, along dim 1\. Tied .* both modules the style vocabulary",
+            [{"words": "vocabulary", "head": "vocabulary"}],
+        ),
+        *(
+            (kind, {"words": "vocabulary"}, whole, [None, {"words": "replicated", **unit}])
+            for kind in (partial(Lookup, max_norm=0.5), partial(Lookup, sparse=True), Bare)
+        ),
+    ]
+    file = folder / f"{os.environ['RANK']}.yaml"
+    for kind, written, words, advised in cases:
+        for plan in (written, *advised):
+            section = {"tensor_parallel_size": 2} | ({} if plan is None else {"tp_plan": plan})
+            config = {"distributed_type": "megatron", "use_cpu": True, "megatron": section}
+            file.write_text(json.dumps(config), encoding="utf-8")
+            made = Accelerator(config=file)
+            if plan is written:
+                refused(made, words, kind, of_next, batches=words_and_next)
+            else:
+                follow(made, kind, of_next, batches=words_and_next)
+            made.end_training()
+
+
+def test_plans_are_written_as_refusals_advise_and_train(tmp_path: Path) -> None:
+    spawn(refused_and_then_shared, 2, tmp_path, timeout=100)
 
 
 ALL_HEADS = {f"attention.{name}": "colwise" for name in ("wq", "wk", "wv")}

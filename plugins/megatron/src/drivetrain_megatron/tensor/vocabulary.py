@@ -31,7 +31,8 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if given.get("max_norm") is not None or given.get("sparse"):
         raise UnsupportedError(
             f"an embedding with max_norm or sparse gradients cannot be cut ({table.owner})",
-            cure=f"Write {table.owner.rpartition('.')[0]}: replicated into megatron.tp_plan.",
+            cure=f"Write {table.owner.rpartition('.')[0] or table.owner}: replicated into megatron.tp_plan, beside the "
+            "layers to share, or leave tp_plan out.",
         )
     if spec.dim == 1:
         shape = (*ids.shape, spec.length)
