@@ -326,11 +326,14 @@ def refused_calls() -> list[str]:
     made.end_training()
     made = accelerator(tensor_parallel_size=2)
     call(lambda: made.prepare(mixtral()))
+    call(lambda: made.prepare(halving()))
+    model = made.prepare(llama())
+    call(lambda: model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5))
     made.end_training()
     return told
 
 
-OTHER_ENGINE = "Write megatron.engine: torch, which trains any model."
+OTHER_ENGINE, DDP = "Write megatron.engine: torch, which trains any model.", "data_parallel: ddp and engine: torch."
 
 
 def test_calls_that_it_cannot_honour_are_refused_with_a_cure(ranks) -> None:
@@ -346,6 +349,7 @@ def test_calls_that_it_cannot_honour_are_refused_with_a_cure(ranks) -> None:
         f"own, which Megatron-Core computes. Compute it from outputs.logits in the script. {OTHER_ENGINE}",
         "shares 5 positions over 2 ranks, which do not divide them. Pad sequences to a multiple of 2, or leave sequ",
         "experts over tensor_parallel_size > 1 with sequence parallelism only. Write megatron.sequence_parallel: true.",
+        *[f"past the parameter. Change parameter.grad after accelerator.backward(loss), or use {DDP}"] * 2,
     ]
     for told in (rank["refused"] for rank in ranks):
         assert len(told) == len(words)
@@ -388,6 +392,12 @@ def of_a_subclass() -> nn.Module:
     return Changed(transformers.LlamaConfig(**SIZES)).train()
 
 
+def halving() -> nn.Module:
+    model = llama()
+    model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
 def in_two_dims(model: Any) -> torch.Tensor:
     return model(input_ids=IDS, attention_mask=torch.ones(4, 6, dtype=torch.long), labels=IDS).loss
 
@@ -415,11 +425,13 @@ ADVISED: dict[str, tuple[dict[str, Any], Callable[[], nn.Module], Callable[[Any]
     "padded": (TENSOR | {"sequence_parallel": True}, llama, padded_to_six),
     "no sequence": (TENSOR, llama, of_five_positions),
     "experts": (TENSOR | {"sequence_parallel": True}, mixtral, in_two_dims),
+    "gradient": (TENSOR, llama, in_two_dims),
     "mask": (PIPELINE | {"engine": "torch"}, smoothed_by_itself, with_a_mask_of_four_dims),
     "relu": (PIPELINE | {"engine": "torch"}, with_relu, in_two_dims),
     "subclass": (PIPELINE | {"engine": "torch"}, of_a_subclass, in_two_dims),
     "hooked": (PIPELINE | {"engine": "torch"}, hooked, in_two_dims),
     "adapted": (PIPELINE | {"engine": "torch"}, adapted, in_two_dims),
+    "halving": (TENSOR | {"engine": "torch"}, halving, in_two_dims),
 }
 """By what is advised: a section, a model, and what a script computes of it."""
 
@@ -430,9 +442,11 @@ def trained_as_advised(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     loss = compute(model)
     made.backward(loss)
+    if name == "gradient":
+        model.lm_head.weight.grad.mul_(0.5)
     optimizer.step()
     state = made.backend.broadcast_object(dict(made.get_state_dict(model)))
-    found = float(loss)
+    found = loss.item()
     made.end_training()
     return found, state
 
@@ -440,9 +454,9 @@ def trained_as_advised(name: str) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", ADVISED)
 def test_what_refusals_advise_trains_as_in_one_process(name: str, ranks) -> None:
     _, make, compute = ADVISED[name]
-    model = make()
+    # What is changed after backward, or padded, is to be as what a hook changes, and what is not padded.
+    model = halving() if name == "gradient" else make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    # What is padded is to be as what is not.
     expected = (of_five_positions if compute is padded_to_six else compute)(model)
     expected.backward()
     optimizer.step()

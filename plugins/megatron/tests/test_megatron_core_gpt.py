@@ -362,7 +362,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-def told_by_prepare_and_calls() -> tuple[list[str], list[str]]:
+def told_by_prepare_and_calls() -> tuple[list[str], list[str], dict[str, torch.Tensor]]:
     made, told = make("tp"), []
     for number in range(len(REFUSED)):
         try:
@@ -376,6 +376,7 @@ def told_by_prepare_and_calls() -> tuple[list[str], list[str]]:
         lambda: model(ids, ids, None, decoder_input=torch.zeros(LENGTH, ROWS, WIDTH)),
         lambda: model(ids, ids, torch.ones(ROWS, LENGTH)),
         lambda: model(ids, ids, None, labels=ids[:, 1:]),
+        lambda: model(ids[0], ids, None),
         lambda: model(ids, None, None),
         lambda: model(ids.repeat(1, 2), ids.repeat(1, 2), None),
     ):
@@ -383,19 +384,51 @@ def told_by_prepare_and_calls() -> tuple[list[str], list[str]]:
             call()
         except (UnsupportedError, UsageError) as problem:
             calls.append(str(problem))
+    model.eval()
+    with torch.no_grad():
+        found = {name: advised(model) for name, advised in ADVISED.items()}
     made.end_training()
-    return told, calls
+    return told, calls, found
+
+
+def _future(rows: int) -> torch.Tensor:
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).repeat(rows, 1, 1, 1)
+
+
+ADVISED: dict[str, Any] = {
+    "positions": lambda model: model(_ids(), _ids(), None),
+    "mask of each row": lambda model: model(_ids(), _ids(), _future(ROWS)),
+    "mask of all rows": lambda model: model(_ids(), _ids(), _future(1)),
+    "labels": lambda model: model(_ids(), _ids(), None, labels=_ids().flip(1)),
+}
+
+
+def _ids() -> torch.Tensor:
+    return torch.arange(LENGTH).repeat(ROWS, 1)
+
+
+def called_alone() -> dict[str, torch.Tensor]:
+    whole_models("cpu")
+    model = build("learned-tied").eval()
+    with torch.no_grad():
+        return {name: advised(model) for name, advised in ADVISED.items()}
 
 
 def test_what_cannot_be_trained_is_refused_with_the_reason() -> None:
     words = [
         "decoder_input",
-        "attention_mask has the shape (4, 8)",
-        "labels has the shape (4, 7)",
-        "without position_ids",
+        "attention_mask has the shape (4, 8), and input_ids (4, 8). Megatron-Core wants (4, 1, 8, 8) or (1, 1, 8, 8).",
+        "labels has the shape (4, 7), and input_ids (4, 8). Megatron-Core wants (4, 8).",
+        "GPTModel was called without input_ids of two dims. Pass [rows, positions].",
+        "GPTModel was called without position_ids. Pass int64 [rows, positions].",
+        "16 positions, and the model has 8",
     ]
-    for told, calls in spawn(told_by_prepare_and_calls, 2, timeout=110):
+    (expected,) = spawn(called_alone, 1, timeout=110)
+    for told, calls, found in spawn(told_by_prepare_and_calls, 2, timeout=110):
         for text, (_, why) in zip(told, REFUSED, strict=True):
+            assert "megatron.engine: megatron_core cannot train" in text
             assert why in text
-        for text, why in zip(calls, [*words, "16 positions, and the model has 8"], strict=True):
+        for text, why in zip(calls, words, strict=True):
             assert why in text
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=10 * ATOL, msg=name)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain import Accelerator
-from drivetrain.api import UnsupportedError
+from drivetrain import Accelerator, load_config
+from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_testing import spawn
 
 FSDP: dict[str, Any] = {"distributed_type": "megatron", "megatron_lm_plugin": {"data_parallel": "fsdp"}}
@@ -134,3 +134,62 @@ def test_what_was_frozen_in_prepare_is_guarded_when_it_trains() -> None:
     for words in spawn(penalise_what_was_frozen, 2):
         assert "to differentiate outside of the model's forward" in words
         assert "data_parallel: zero1" in words
+
+
+# ---- refusals that name a mesh axis, and hooks -----------------------------------------------------------------------
+
+
+def halve(gradient: Tensor) -> Tensor:
+    return gradient * 0.5
+
+
+def halved(how: str, **overrides: Any) -> dict[str, Tensor]:
+    """The weights after a step for which a gradient was halved: by a hook from before or after prepare, or by hand."""
+    config = load_config(overrides={"distributed_type": "megatron", "use_cpu": True, **overrides}, environ={})
+    accelerator = Accelerator(config=config)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    if how == "before":
+        model[2].weight.register_hook(halve)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if how == "after":
+        model[2].weight.register_hook(halve)
+    accelerator.backward(model(torch.arange(8.0).view(2, 4)).square().mean())
+    if how == "by hand":
+        model[2].weight.grad.mul_(0.5)
+    optimizer.step()
+    return accelerator.backend.broadcast_object(dict(accelerator.get_state_dict(model)))
+
+
+def as_advised() -> list[dict[str, Tensor]]:
+    for how in ("before", "after"):
+        words = r"2\.weight\.register_hook: data_parallel: fsdp .*\. Change parameter\.grad after .*\(loss\), or "
+        with pytest.raises(UnsupportedError, match=rf"{words}use data_parallel: ddp and engine: torch\."):
+            halved(how, **{"megatron.data_parallel": "fsdp"})
+    found = [halved("by hand", **{"megatron.data_parallel": "fsdp"})]
+    found += [halved(how, **{"megatron.data_parallel": "ddp"}) for how in ("before", "after")]
+    for which, fitting, other in (
+        ("ddp", "dp_replicate", "dp_shard"),
+        ("zero1", "dp_replicate", "dp_shard"),
+        ("fsdp", "dp_shard", "dp_replicate"),
+    ):
+        asked = {"megatron.data_parallel": which}
+        words = rf"data_parallel: {which} lies along the mesh axis {fitting}, not {other}\. Write mesh\.{fitting}, or"
+        with pytest.raises(UsageError, match=rf"{words} leave both out: they take the ranks that tp and pp leave"):
+            halved("by hand", **asked, **{f"mesh.{other}": 2})
+        found += [halved("by hand", **asked, **{f"mesh.{fitting}": 2}), halved("by hand", **asked)]
+    return found
+
+
+def test_gradients_are_changed_and_axes_are_named_as_refusals_advise() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 2))
+    plain[2].weight.register_hook(halve)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(torch.arange(8.0).view(2, 4)).square().mean().backward()
+    optimizer.step()
+    for states in spawn(as_advised, 2, timeout=100):
+        assert len(states) == 9
+        for state in states:
+            for name, tensor in plain.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, rtol=0, atol=5e-6)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import UnsupportedError, UsageError
+from drivetrain.api import DrivetrainError, UnsupportedError, UsageError
 from drivetrain_megatron import meeting
 from drivetrain_testing import RankFailedError, spawn
 
@@ -231,6 +231,36 @@ def test_one_rank_alone_is_told_what_to_write(layout, tmp_path) -> None:
     for text in told:
         assert "was called on 1 of 2 processes" in text
         assert "before `if accelerator.is_main_process:`" in text
+
+
+def leaves_a_barrier_out(section, folder):
+    # The comparison of ranks would hold against one of them that it goes on after the error.
+    made, plain, model = trained(section, **{"rank_monitor.enabled": False})
+    told, done = "", folder / "told"
+    made.backend._meeting = meeting.Meeting(made.backend.topology, 0.5)
+    if made.is_main_process:
+        while not done.exists():
+            time.sleep(0.05)
+    else:
+        with pytest.raises(DrivetrainError) as caught:
+            made.wait_for_everyone()
+        told = str(caught.value)
+        done.touch()
+    # What the refusal says, in a run with time enough.
+    made.backend._meeting = meeting.Meeting(made.backend.topology)
+    made.wait_for_everyone()
+    same(model.state_dict(), plain.state_dict())
+    made.end_training()
+    return told
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_a_barrier_that_one_rank_leaves_out_is_told(layout, tmp_path) -> None:
+    size, section = LAYOUTS[layout]
+    first, second = spawn(leaves_a_barrier_out, size, section, tmp_path, timeout=100)
+    assert first == ""
+    assert "1 of 2 processes did not reach a barrier in 0.5 s" in second
+    assert "Call wait_for_everyone and end_training on every process." in second
 
 
 def goes_on_after_a_refusal(section, rates):
