@@ -112,7 +112,8 @@ class LaysOutByRows(Mistake):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             for parameter in self.flat.held:
-                parameter.data = parameter.data.contiguous()
+                part = parameter.detach().as_strided((parameter.numel(),), (1,), parameter.storage_offset())
+                parameter.data = part.copy_(parameter.detach().flatten().clone()).view(parameter.shape)
 
 
 class KeepsEveryOptimizer(Mistake):

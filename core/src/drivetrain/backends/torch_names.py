@@ -20,7 +20,8 @@ TESTED = "2.13.0"
 
 _OF_C = (
     *("DisableTorchFunction", "DisableTorchFunctionSubclass", "_EnableTorchFunction", "_current_graph_task_id"),
-    *("_functorch", "_get_privateuse1_backend_name", "_storage_Use_Count", "_will_engine_execute_node"),
+    *("_current_autograd_node", "_functorch", "_get_privateuse1_backend_name", "_storage_Use_Count"),
+    "_will_engine_execute_node",
 )
 _OF_MODULES = (
     *("_buffers", "_call_impl", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
