@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator, load_config
-from drivetrain.api import UsageError
+from drivetrain.api import UnsupportedError, UsageError
 from drivetrain_testing import spawn
 
 RANKS = 3
@@ -194,3 +194,35 @@ def test_what_was_not_compared_inside_join_is_compared_right_after_it() -> None:
         assert len(said) == 1
         assert said[0].startswith("False: ")
         assert "not the same on all ranks" in said[0] or "drifted apart" in said[0]
+
+
+def left_out(*, frozen: bool, inside: bool) -> str:
+    """Train where the ranks have 1, 2 and 3 batches, by a model one of whose layers no forward calls."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 1), nn.Linear(4, 1))
+    model[1].requires_grad_(not frozen)
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "ddp"}, environ={}))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    first = accelerator.unwrap_model(model)[0]
+    with accelerator.join_uneven_inputs([model]) if inside else nullcontext():
+        for _ in range(accelerator.process_index + 1 if inside else RANKS):
+            try:
+                accelerator.backward(first(torch.ones(2, 4)).square().mean())
+            except UnsupportedError as refused:
+                return str(refused)
+            optimizer.step()
+            optimizer.zero_grad()
+    return ""
+
+
+def joined_and_not() -> list[str]:
+    return [left_out(frozen=frozen, inside=inside) for frozen, inside in ((True, True), (False, False))]
+
+
+def test_a_layer_that_no_forward_calls_inside_join_is_frozen_or_join_left_out() -> None:
+    """Refuse it where ranks without batches cannot tell whether it was reached; as advised, both train."""
+    for said in spawn(left_out, 2, frozen=False, inside=True):
+        assert "inside join_uneven_inputs a backward did not reach 2 trained parameter(s), and ranks" in said
+        assert "Freeze them with requires_grad_(False), or use even_batches=True without join_uneven_inputs." in said
+    assert spawn(joined_and_not, 2) == [["", ""]] * 2

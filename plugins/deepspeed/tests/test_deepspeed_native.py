@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -205,6 +206,11 @@ def test_without_zero_the_optimizer_is_told_apart_by_order(tmp_path):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_universal_checkpoint_goes_on_under_every_backend(stage, reference, tmp_path):
     spawn(plain_write, 2, stage, tmp_path / "theirs", universal=True, env={"DS_ACCELERATOR": "cpu"})
+    (masters,) = (tmp_path / "theirs" / "half_universal").glob("zero/norm.weight/fp32.pt")
+    masters.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"there is no fp32\.pt for norm\.weight.*Fetch the whole folder, or"):
+        convert(tmp_path / "theirs" / "half_universal", tmp_path / "ours", "deepspeed")
+    (tmp_path / "elsewhere").rename(masters)
     report = convert(tmp_path / "theirs" / "half_universal", tmp_path / "ours", "deepspeed")
     assert report.kind == "a universal checkpoint of DeepSpeed"
     places = [("deepspeed", 2, {"zero_stage": 5 - stage}), ("fsdp", 2, {})]
@@ -315,6 +321,44 @@ def test_options_are_checked(reference, tmp_path):
         with pytest.raises(CheckpointError, match=message):
             convert_to(reference[1], tmp_path / "theirs", "deepspeed", {key: value})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_of_16_bits_are_written_with_zero_alone(reference, tmp_path):
+    given = {"zero_stage": "0", "precision": "bf16"}
+    with pytest.raises(CheckpointError, match=r"precision=bf16 with zero_stage=0 is not written\. Use .*only p"):
+        convert_to(reference[1], tmp_path / "theirs", "deepspeed", given)
+    assert list(tmp_path.iterdir()) == []
+    for advised in ({**given, "precision": "no"}, {**given, "zero_stage": "1"}):
+        convert_to(reference[1], tmp_path / "_".join(advised.values()), "deepspeed", advised)
+
+
+def of_two_optimizers(folder: Path) -> dict[str, Tensor]:
+    accelerator = Accelerator(config=load_config(overrides={"distributed_type": "single"}, environ={}))
+    model, _ = build(1)
+    first, *others = model.parameters()
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in ([first], others)]
+    model, *stepping = accelerator.prepare(model, *optimizers)
+    words, labels = batch(0, 0, 1)
+    accelerator.backward(F.cross_entropy(model(words), labels))
+    for optimizer in stepping:
+        optimizer.step()
+    accelerator.save_state(folder)
+    whole = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return {name: tensor.clone() for name, tensor in whole.items()}
+
+
+def test_a_checkpoint_of_two_optimizers_is_exported_without_them(tmp_path):
+    (weights,) = spawn(of_two_optimizers, 1, tmp_path / "ours")
+    words = r"the model has 2 optimizers, DeepSpeed's checkpoints hold one\. `drivetrain checkpoint export` writes"
+    with pytest.raises(CheckpointError, match=words):
+        convert_to(tmp_path / "ours", tmp_path / "theirs", "deepspeed", {})
+    program = "from drivetrain.cli.main import main; main()"
+    words = [sys.executable, "-c", program, "checkpoint", "export", tmp_path / "ours", tmp_path / "exported"]
+    subprocess.run(words, check=True, capture_output=True, timeout=180)
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    assert found.keys() == weights.keys() - {"head.weight"}, "one tensor under two names"
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
 
 
 def test_the_command_line_reads_without_deepspeed_and_says_what_writing_needs(reference, tmp_path):
