@@ -14,7 +14,7 @@ from drivetrain.data.orders import PrivateRandom
 
 @pytest.fixture(params=["in memory", "by getstate"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How Python's state is exchanged: as CPython keeps it, and as any other Python would."""
+    """Exchange Python's state as CPython keeps it, and as any other Python would."""
     if request.param == "by getstate":
         monkeypatch.setattr(orders, "_in_memory", lambda: False)
     else:

@@ -261,7 +261,7 @@ def stepped(hook: Callable[[Tensor], Any] | None = None, **options: Any) -> str:
 
 
 def options_and_hooks() -> list[str]:
-    """What two options and two hooks are told, each followed by the advised ones."""
+    """Return what is refused of two options and two hooks, each followed by what was advised."""
     return [
         stepped(comm_hook="no", comm_wrapper="fp16"),
         stepped(comm_hook="power_sgd", comm_wrapper="fp16"),

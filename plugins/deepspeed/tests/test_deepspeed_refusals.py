@@ -1,4 +1,4 @@
-"""What DeepSpeed's backend refuses: its words, and a run that does what they advise."""
+"""Shows the words of what DeepSpeed's backend refuses, and runs what they advise."""
 
 from __future__ import annotations
 

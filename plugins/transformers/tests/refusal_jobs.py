@@ -1,4 +1,4 @@
-"""What the ranks of test_trainer_refusals.py run: a Trainer that is refused, and one as the refusal advises."""
+"""Runs a Trainer that is refused, and one as the refusal advises, for the ranks of test_trainer_refusals.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SINGLE = {"distributed_type": "single"}
 
 
 def said_by(run: Any, *args: Any, **given: Any) -> str:
-    """The error that a call raises."""
+    """Return the error that a call raises."""
     try:
         run(*args, **given)
     except Exception as error:
@@ -21,7 +21,7 @@ def said_by(run: Any, *args: Any, **given: Any) -> str:
 
 
 def arguments(folder: str, refused: dict[str, Any], advised: dict[str, Any]) -> Any:
-    """What a run with these arguments says, and the losses of one with those that it advises."""
+    """Return what a run with these arguments says, and the losses of one with those that it advises."""
     words = said_by(jobs.ours, SINGLE, f"{folder}/refused", **refused)
     return words, jobs.ours(SINGLE, f"{folder}/advised", **advised)[0]["loss"]
 
@@ -83,7 +83,7 @@ def shards_of_transformers(folder: str, advised: dict[str, Any]) -> Any:
 
 
 def of_tomorrow(folder: str) -> str:
-    """What a Transformers is told that passes one argument more."""
+    """Return the refusal of a Transformers that passes one argument more."""
     from drivetrain_transformers import trainer
 
     ours: Any = trainer.TrainerAccelerator
@@ -92,7 +92,7 @@ def of_tomorrow(folder: str) -> str:
 
 
 def resumed_from(folder: str) -> Any:
-    """What a Trainer of an adapter says of stock Trainer's folders of others, and the losses of those that go on."""
+    """Return what a Trainer of an adapter says of folders of others, and the losses of those that go on."""
     import peft
 
     def other() -> Any:

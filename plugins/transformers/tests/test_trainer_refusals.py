@@ -1,4 +1,4 @@
-"""What a Trainer refuses: its words, and a run that does what they advise."""
+"""Shows the words of what a Trainer refuses, and runs what they advise."""
 
 from __future__ import annotations
 

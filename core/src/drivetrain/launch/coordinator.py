@@ -705,10 +705,11 @@ class Node(Rendezvous):
             self._status = replace(self._status, ready=1)
             try:
                 self._state = link.exchange(self._status)
-            except (OSError, LaunchError) as problem:
+            except LaunchError:
                 link.close()
-                if isinstance(problem, LaunchError):
-                    raise
+                raise
+            except OSError:
+                link.close()
                 raise LaunchError(f"{self._coordinator} closed the connection", cure=_LOOK_THERE) from None
             self._link = link
             self._thread.start()

@@ -86,7 +86,7 @@ class Driver:
             engine.module_forward_pre_hook.remove()
             engine.module_forward_post_hook.remove()
             engine.module_forward_pre_hook = engine.module_forward_post_hook = None
-        self._running = False
+        self.is_running = False
         """A backward of the core is running."""
         self._reached = False
         """It has reached this engine."""
@@ -189,16 +189,11 @@ class Driver:
         """
         if self.stage < 3:
             return
-        if self._running:
+        if self.is_running:
             self._arrive()
         else:
             _refuse_second_derivatives()
             self.taken = True
-
-    @property
-    def runs(self) -> bool:
-        """Whether a backward of the core is running."""
-        return self._running
 
     def refuse_second_derivatives_in_forward(self) -> None:
         """Let layers of stage 3 refuse a backward that a forward goes through to have a graph of it."""
@@ -209,7 +204,7 @@ class Driver:
 
         def check_and_fetch(layer: nn.Module) -> None:
             this = driver()
-            if this is not None and not this.runs:
+            if this is not None and not this.is_running:
                 _refuse_second_derivatives()
             fetch(owner(), layer)
 
@@ -217,7 +212,7 @@ class Driver:
 
     def _at_parameter(self, parameter: Any, gradient: Tensor) -> None:
         """Handle the gradient of a parameter, before DeepSpeed's hook."""
-        if not self._running and is_taken(parameter):
+        if not self.is_running and is_taken(parameter):
             self._check_taken(parameter)
             return
         self._used.add(id(parameter))
@@ -226,7 +221,7 @@ class Driver:
             hooks.check(parameter, gradient)
         if id(parameter) not in self._straightened and not parameter.is_contiguous():
             self._straighten(parameter)
-        if self._running:
+        if self.is_running:
             if not self._reached:
                 self._arrive()
             self._settled = hooks is None or not hooks.untried
@@ -310,12 +305,12 @@ class Driver:
             self._check_unchanged()
             engine = self.engine
             engine._running_engine_backward_count += 1  # noqa: SLF001
-            engine._running_engine_backward = self._running = True  # noqa: SLF001
+            engine._running_engine_backward = self.is_running = True  # noqa: SLF001
             try:
                 with self._linear():
                     yield
             finally:
-                self._reached = self._running = self._settled = False
+                self._reached = self.is_running = self._settled = False
                 engine._running_engine_backward_count -= 1  # noqa: SLF001
                 engine._running_engine_backward = engine._running_engine_backward_count > 0  # noqa: SLF001
 
