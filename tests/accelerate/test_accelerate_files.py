@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drivetrain.compat.config_files import judge_file
 from drivetrain.config import load_config
+from drivetrain.config.accelerate_file import judge_file
 from drivetrain.errors import ConfigError
 from drivetrain.registry import get_registry
 

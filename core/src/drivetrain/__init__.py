@@ -27,19 +27,16 @@ if TYPE_CHECKING:
         prepare_data_loader,
         str_to_bool,
     )
-    from drivetrain.compat.memory import clear_device_cache, find_executable_batch_size, release_memory
-    from drivetrain.compat.names import DistributedType
     from drivetrain.compat.state import (
         AcceleratorState,
-        GradientState,
         PartialState,
-        extract_model_from_parallel,
         is_initialized,
         wait_for_everyone,
     )
     from drivetrain.config import load_config
     from drivetrain.data.loader import DataLoaderDispatcher, DataLoaderShard, already_sharded, skip_first_batches
     from drivetrain.data.metrics import gather
+    from drivetrain.distributed.memory import clear_device_cache, find_executable_batch_size, release_memory
     from drivetrain.distributed.nested import (
         broadcast,
         broadcast_object_list,
@@ -56,6 +53,7 @@ if TYPE_CHECKING:
         send_to_device,
         slice_tensors,
     )
+    from drivetrain.distributed_type import DistributedType
     from drivetrain.errors import CollectiveMismatchError as DistributedOperationException
     from drivetrain.kwargs import (
         AutocastKwargs,
@@ -73,12 +71,14 @@ if TYPE_CHECKING:
     from drivetrain.launch.notebook import debug_launcher, notebook_launcher
     from drivetrain.logging import get_logger
     from drivetrain.loop.ema import EMA
+    from drivetrain.loop.gradient_state import GradientState
     from drivetrain.loop.local_sgd import LocalSGD
     from drivetrain.loop.optimizer import PreparedOptimizer as AcceleratedOptimizer
     from drivetrain.loop.optimizer import PreparedScheduler as AcceleratedScheduler
     from drivetrain.loop.placeholders import DummyOptim, DummyScheduler
     from drivetrain.loop.precision import convert_outputs_to_fp32, convert_to_fp32
     from drivetrain.loop.train_step import TrainStepOutput
+    from drivetrain.loop.wrappers import extract_model_from_parallel
     from drivetrain.progress import tqdm
     from drivetrain.tracking import GeneralTracker, register_tracker_class
 
@@ -93,20 +93,17 @@ _NAMES = {
         *("is_compiled_module", "is_peft_model", "is_torch_version", "load_checkpoint_in_model", "prepare_data_loader"),
         "str_to_bool",
     ),
-    "compat.names": ("DistributedType",),
-    "compat.state": (
-        *("AcceleratorState", "GradientState", "PartialState", "extract_model_from_parallel", "is_initialized"),
-        "wait_for_everyone",
-    ),
+    "compat.state": ("AcceleratorState", "PartialState", "is_initialized", "wait_for_everyone"),
     "config": ("load_config",),
     "data.loader": ("DataLoaderDispatcher", "DataLoaderShard", "already_sharded", "skip_first_batches"),
     "data.metrics": ("gather",),
-    "compat.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
+    "distributed.memory": ("clear_device_cache", "find_executable_batch_size", "release_memory"),
     "distributed.nested": ("broadcast", "broadcast_object_list", "gather_object", "pad_across_processes", "reduce"),
     "distributed.rng": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),
     "distributed.trees": (
         *("concatenate", "find_batch_size", "honor_type", "recursively_apply", "send_to_device", "slice_tensors"),
     ),
+    "distributed_type": ("DistributedType",),
     "kwargs": (
         *("AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs"),
         *("GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ParallelismConfig"),
@@ -116,10 +113,12 @@ _NAMES = {
     "launch.notebook": ("debug_launcher", "notebook_launcher"),
     "logging": ("get_logger",),
     "loop.ema": ("EMA",),
+    "loop.gradient_state": ("GradientState",),
     "loop.local_sgd": ("LocalSGD",),
     "loop.placeholders": ("DummyOptim", "DummyScheduler"),
     "loop.precision": ("convert_outputs_to_fp32", "convert_to_fp32"),
     "loop.train_step": ("TrainStepOutput",),
+    "loop.wrappers": ("extract_model_from_parallel",),
     "progress": ("tqdm",),
     "tracking": ("GeneralTracker", "register_tracker_class"),
 }
@@ -154,7 +153,7 @@ def _further(name: str) -> Any:
         return absent.refuse(name)
     if not name[:1].isupper():  # A submodule, or what Python itself asks for.
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    return import_module("drivetrain.compat.names").from_plugins(name)
+    return import_module("drivetrain.registry").get_registry().named_object(name)
 
 
 def __dir__() -> list[str]:

@@ -18,9 +18,6 @@ from drivetrain.backend import FileConfiguredBackend
 from drivetrain.backends.portable import tied_names
 from drivetrain.checkpoint.manifest import MANIFEST
 from drivetrain.checkpoint.run import RunCheckpoints
-from drivetrain.compat import memory, state
-from drivetrain.compat.names import DistributedType
-from drivetrain.compat.state import GradientState, extract_model_from_parallel
 from drivetrain.data import metrics
 from drivetrain.data.active import ActiveLoaders
 from drivetrain.data.kept_batches import KeptBatches
@@ -32,16 +29,17 @@ from drivetrain.data.loader import (
     prepare_data_loader,
     skip_first_batches,
 )
-from drivetrain.distributed import call_monitor, nested, watchdog
+from drivetrain.distributed import call_monitor, current, memory, nested, watchdog
 from drivetrain.distributed.collectives import Ranks
-from drivetrain.distributed.current import forget_backend, set_current_backend
 from drivetrain.distributed.process_control import ProcessControl
 from drivetrain.distributed.watchdog import check_collective, log_call, stop_watching
+from drivetrain.distributed_type import DistributedType
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.kwargs import AutocastKwargs, ProfileKwargs
 from drivetrain.launch.environment import read_process_info
 from drivetrain.loop import batch_norm
 from drivetrain.loop.accumulation import TrainingLoop
+from drivetrain.loop.gradient_state import GradientState
 from drivetrain.loop.interruption import Interruption
 from drivetrain.loop.model import prepared_model
 from drivetrain.loop.optimizer import PreparedOptimizer, PreparedScheduler
@@ -49,6 +47,7 @@ from drivetrain.loop.prepare import Preparer
 from drivetrain.loop.profile import profile
 from drivetrain.loop.train_step import TrainStepOutput, model_inputs, train_step
 from drivetrain.loop.window import Items
+from drivetrain.loop.wrappers import extract_model_from_parallel
 from drivetrain.parameter_names import original_name
 from drivetrain.registry import get_registry
 from drivetrain.run_setup import choose_backend, section_at_hand
@@ -160,7 +159,7 @@ class Accelerator(ProcessControl):
             sync_batch_norm=sync_batch_norm,
         )
         super().__init__(self.backend)
-        set_current_backend(self.backend, self._info.name)
+        current.set_current_backend(self.backend, self._info.name)
         run_setup.name_this_process(self.backend)
         self._closed = False
         self._debug = resolved.config.debug
@@ -210,7 +209,7 @@ class Accelerator(ProcessControl):
             self._interruption = Interruption(
                 self._topology, self._active, self._save_interrupted, self.end_training
             )
-        state.remember(self)
+        current.remember(self)
         run_setup.at_exit(self._close)
         if registry.listens("failed"):
             run_setup.on_failure(self._failed)
@@ -767,7 +766,7 @@ class Accelerator(ProcessControl):
             self._plan_check.close()
         self._tell("closed")
         self._loop.release()
-        forget_backend(self.backend)
+        current.forget_backend(self.backend)
         self.backend.stop()
 
     def _tell(self, event: str, **details: Any) -> None:
@@ -813,7 +812,9 @@ class Accelerator(ProcessControl):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """As that of ``AcceleratorState``."""
-        state.AcceleratorState._reset_state(reset_partial_state)  # noqa: SLF001 (Accelerate's name for it)
+        current.forget_accelerators()
+        if reset_partial_state:
+            current.forget_all()
 
     def __getattr__(self, name: str) -> Any:
         """``<backend>_plugin``: that backend's section if it is this run's, else ``None``, for scripts that ask."""

@@ -28,6 +28,7 @@ from drivetrain import hookspecs
 from drivetrain.backend import CONTRACT, Backend, BackendInfo, Capabilities, Readiness
 from drivetrain.config.keys import AUTO, CORE_KEYS, may_be_foreign
 from drivetrain.errors import (
+    AbsentNameError,
     BackendBlockedError,
     BackendBrokenError,
     BackendConflictError,
@@ -707,6 +708,32 @@ class Registry:
     def devices(self) -> list[Mapping[str, str]]:
         """Return all plugins' descriptions of device kinds beyond those torch knows."""
         return [device for _, answer in self._collect("devices") for device in answer]
+
+    def named_object(self, name: str) -> Any:
+        """The object that an installed plugin gives this name.
+
+        Raises:
+            AttributeError: no installed plugin provides it.
+            AbsentNameError: no installed plugin provides it, but one that is not installed might.
+            BackendConflictError: two backends provide it.
+            BackendBrokenError: its import failed.
+        """
+        found = [(owner, info.names[name]) for owner, info in self.infos() if name in info.names]
+        missing = sorted(set(known_extras()) - set(self.names()))
+        if not found and name.endswith("Plugin") and missing:
+            raise AbsentNameError(
+                f"no installed backend brings the name {name!r}",
+                cure=f"Install the one that does: {pip_line('NAME')}, NAME one of {listed(missing)}.",
+            )
+        if not found:
+            raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+        if len(found) > 1:
+            raise BackendConflictError(
+                f"two backends bring the name {name!r}: {found[0][0]} and {found[1][0]}",
+                cure="Uninstall one of the two.",
+            )
+        owner, target = found[0]
+        return import_object(target, owner)
 
     def add_commands(self, group: click.Group) -> list[str]:
         """Let plugins add subcommands; return one sentence for each that failed or whose name was taken."""

@@ -95,7 +95,7 @@ def test_a_name_without_a_meaning_says_what_to_write(name):
 
 
 def test_a_name_of_an_engine_that_is_not_installed_names_the_extra(monkeypatch):
-    monkeypatch.setattr("drivetrain.compat.names.known_extras", lambda: ("warp",))
+    monkeypatch.setattr("drivetrain.registry.known_extras", lambda: ("warp",))
     with pytest.raises(ImportError, match=rf"{re.escape(pip_line('NAME'))}, NAME one of warp"):
         from drivetrain.utils import WarpPlugin  # noqa: F401
 

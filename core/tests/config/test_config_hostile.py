@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli.config import as_file, report
-from drivetrain.compat.config_files import judge_file
-from drivetrain.compat.config_rules import RULES, SECTIONS, number, whole
 from drivetrain.config import ResolvedConfig, Section, default_file, load_config, rows, worker_config
+from drivetrain.config.accelerate_file import judge_file
+from drivetrain.config.accelerate_rules import RULES, SECTIONS, number, whole
 from drivetrain.config.keys import CORE_KEYS
 from drivetrain.config.locate import MAX_BYTES, locate
 from drivetrain.config.schema import Config

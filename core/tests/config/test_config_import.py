@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
-from drivetrain.compat.config_files import judge_file
-from drivetrain.compat.config_rules import RULES, SECTIONS, Rule, flag, judge, judge_section
 from drivetrain.config import load_config
+from drivetrain.config.accelerate_file import judge_file
+from drivetrain.config.accelerate_rules import RULES, SECTIONS, Rule, flag, judge, judge_section
 from drivetrain.errors import ConfigError
 from drivetrain.registry import get_registry
 

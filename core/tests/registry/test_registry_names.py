@@ -167,7 +167,7 @@ def test_a_name_like_no_other_points_to_the_list_and_to_broken_plugins(toys):
 def test_distributed_type_resolves_aliases_and_lowers_what_nobody_brings(toys):
     toys.add("sound")
     assert toys.ask("""
-        from drivetrain.compat.names import DistributedType
+        from drivetrain.distributed_type import DistributedType
         answer = [DistributedType.SOUND_ALIAS, DistributedType.NO, DistributedType.NEVER_HEARD_OF,
                   DistributedType.NEVER_HEARD_OF, hasattr(DistributedType, 'no'), hasattr(DistributedType, '__next__')]
     """) == ["sound", "single", "never_heard_of", "never_heard_of", False, False]

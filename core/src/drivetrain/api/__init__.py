@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         TorchTrainable,
         gradients,
         multiply_gradients,
-        original_module,
         place_model,
         total_norm,
     )
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from drivetrain.loop.gradient_hooks import GradientHook, hooks_of
     from drivetrain.loop.model import plain_state_dict
     from drivetrain.loop.precision import cast_parameters, dtype_of
+    from drivetrain.loop.wrappers import original_module
 
 __getattr__ = on_first_use(
     __name__,
@@ -70,14 +70,14 @@ __getattr__ = on_first_use(
         "drivetrain.backends.local_gradients": ("LocalGradients",),
         "drivetrain.backends.replicated": ("ReplicatedBackend",),
         "drivetrain.backends.torch_engine": (
-            *("TorchEngine", "TorchTrainable", "gradients", "multiply_gradients", "original_module", "place_model"),
-            "total_norm",
+            *("TorchEngine", "TorchTrainable", "gradients", "multiply_gradients", "place_model", "total_norm"),
         ),
         "drivetrain.distributed": ("collectives",),
         "drivetrain.distributed.process_group": ("ensure_process_group", "pick_device"),
         "drivetrain.loop.gradient_hooks": ("GradientHook", "hooks_of"),
         "drivetrain.loop.model": ("plain_state_dict",),
         "drivetrain.loop.precision": ("cast_parameters", "dtype_of"),
+        "drivetrain.loop.wrappers": ("original_module",),
     },
 )
 

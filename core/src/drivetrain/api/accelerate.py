@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.compat.config_rules import Rule, flag, number, section_from_arguments, whole
+from drivetrain.config.accelerate_rules import Rule, flag, number, section_from_arguments, whole
 from drivetrain.lazy import on_first_use
 
 if TYPE_CHECKING:

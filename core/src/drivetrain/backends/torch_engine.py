@@ -21,18 +21,12 @@ from torch.optim import Optimizer
 from drivetrain.backend import PortableState, PrecisionPolicy, RunSettings, StepResult, TensorSpec, Trainable
 from drivetrain.backends import portable
 from drivetrain.distributed.dtensors import is_dtensor
-from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UnsupportedError, UsageError
 from drivetrain.loop import precision
 from drivetrain.loop.gradient_hooks import GradientHook, hooks_of
 from drivetrain.loop.model import plain_state_dict
+from drivetrain.loop.wrappers import original_module
 from drivetrain.topology import Topology
-
-
-def original_module(model: nn.Module) -> nn.Module:
-    """The user's module behind ``torch.compile``, whose parameters have the original names."""
-    inner = attribute(model, "_orig_mod")
-    return inner if isinstance(inner, nn.Module) else model
 
 
 def place_model(

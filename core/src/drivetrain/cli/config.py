@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from drivetrain.cli.options import DEFAULT_FILE, chosen_file, configuration_options, normalise, resolve, users_file
-from drivetrain.compat.config_files import judge_file
-from drivetrain.compat.config_rules import PILES, Verdict
 from drivetrain.config import default_file, load_config, rows
+from drivetrain.config.accelerate_file import judge_file
+from drivetrain.config.accelerate_rules import PILES, Verdict
 from drivetrain.config.locate import locate, read_file, write
 from drivetrain.config.problems import show as shown
 from drivetrain.config.resolved import mistakes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.config_rules import RULES, SECTIONS, Rule
+from drivetrain.config.accelerate_rules import RULES, SECTIONS, Rule
 from drivetrain.config.keys import CORE_KEYS
 from drivetrain.errors import BackendError
 from drivetrain.registry import get_registry

@@ -1,1 +1,1 @@
-"""Supports scripts and configuration files written for Accelerate."""
+"""Supports scripts written for Accelerate."""

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drivetrain.backends.portable import tied_names
-from drivetrain.compat.state import extract_model_from_parallel, newest_accelerator
 from drivetrain.data import loader
+from drivetrain.distributed.current import has_accelerator, newest_accelerator
 from drivetrain.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedError, UsageError
+from drivetrain.loop.wrappers import extract_model_from_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +82,13 @@ def prepare_data_loader(dataloader: Any, *places: Any, **settings: Any) -> Any:
         UsageError: there is no accelerator, or an argument is unknown.
     """
     del places
-    run = newest_accelerator()
     unknown = sorted(settings.keys() - _OF_A_LOADER - _OF_THE_RUN)
-    if run is None or unknown:
+    if unknown or not has_accelerator():
         raise UsageError(
             f"prepare_data_loader does not know {', '.join(unknown)}" if unknown else "there is no accelerator yet",
             cure="Write accelerator.prepare_data_loader(loader).",
         )
-    context = run._context  # noqa: SLF001 (the accelerator's other half)
+    context = newest_accelerator()._context  # noqa: SLF001 (the accelerator's other half)
     own = {name: settings[name] for name in _OF_A_LOADER & settings.keys()}
     place, cut = own.pop("put_on_device", False), own.pop("slice_fn_for_dispatch", None)
     context = replace(context, config=replace(context.config, **own))
@@ -223,10 +223,10 @@ def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[
     Args:
         include_buffers: leave buffers without memory too.
     """
-    accelerator = newest_accelerator()
-    if accelerator is None or accelerator._closed:  # noqa: SLF001 (the accelerator's other half)
+    if not has_accelerator() or newest_accelerator()._closed:  # noqa: SLF001 (the accelerator's other half)
         return init_on_device(torch.device("meta"), include_buffers)
-    return accelerator.init_empty_weights()
+    context: AbstractContextManager[Any] = newest_accelerator().init_empty_weights()
+    return context
 
 
 @contextmanager

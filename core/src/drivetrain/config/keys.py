@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.config_rules import RULES, SECTIONS
+from drivetrain.config.accelerate_rules import RULES, SECTIONS
 
 CORE_KEYS = frozenset(
     {

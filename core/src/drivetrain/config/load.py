@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from drivetrain.compat.config_files import chosen_backend, is_idle, judge_key
+from drivetrain.config.accelerate_file import chosen_backend, is_idle, judge_key
 from drivetrain.config.keys import AUTO, CORE_KEYS, may_be_foreign
 from drivetrain.config.locate import Origin, Path, Problem, Tree, locate, parse_scalar, read_file
 from drivetrain.config.problems import MOST_PROBLEMS, model_problems, show, spell_out, unknown_top_key, wants_text

@@ -1,10 +1,13 @@
-"""Keeps the started backend that functions without an accelerator, such as ``drivetrain.gather``, run on."""
+"""Keeps the accelerators of this process and the started backend, for functions that are given neither.
+
+``drivetrain.gather`` runs on the newest backend; ``AcceleratorState()`` is the newest accelerator's.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 from weakref import ref
 
 import torch.distributed as dist
@@ -98,8 +101,28 @@ def forget_backend(backend: Backend) -> None:
 
 
 def forget_all() -> None:
-    """Remove all backends."""
+    """Remove all backends, and release the claims of :func:`keep`."""
     _started.clear()
+    while _kept:
+        _kept.pop().stop()
+
+
+_kept: list[World] = []
+
+
+def keep(world: World) -> None:
+    """Keep a claim on the process group that no object of the script holds, until :func:`release`.
+
+    ``PartialState().is_main_process`` is common in scripts.
+    """
+    _kept.append(world)
+
+
+def release(world: World) -> None:
+    """Give back a claim of :func:`keep`."""
+    forget_backend(world)
+    _kept[:] = [each for each in _kept if each is not world]
+    world.stop()
 
 
 def started_backend() -> tuple[Backend, str] | None:
@@ -133,3 +156,37 @@ def current_backend() -> Backend:
     world = World(RunSettings(process=process))
     world.attach()
     return world
+
+
+# ---- accelerators ---------------------------------------------------------------------------------------------------
+
+_accelerators: list[ref[Any]] = []
+
+
+def remember(accelerator: Any) -> None:
+    """Register a new accelerator; it is held weakly."""
+    _accelerators[:] = [each for each in _accelerators if each() is not None]
+    _accelerators.append(ref(accelerator))
+
+
+def forget_accelerators() -> None:
+    """Unregister all accelerators, which keep working."""
+    _accelerators.clear()
+
+
+def has_accelerator() -> bool:
+    """Whether an accelerator was made that is still alive."""
+    return any(each() is not None for each in _accelerators)
+
+
+def newest_accelerator() -> Any:
+    """The accelerator that was made last and is still alive.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for each in reversed(_accelerators):
+        accelerator = each()
+        if accelerator is not None:
+            return accelerator
+    raise UsageError("there is no accelerator yet, so it has no state", cure="Create Accelerator() first.")

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from drivetrain.distributed.trees import attribute
 from drivetrain.errors import UsageError
+from drivetrain.loop.model import prepared_model
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +119,31 @@ def without_compile(model: nn.Module, plain_class: type[nn.Module]) -> nn.Module
         return done[id(part)]
 
     return undone(model)
+
+
+def original_module(model: nn.Module) -> nn.Module:
+    """The user's module behind ``torch.compile``, whose parameters have the original names."""
+    inner = attribute(model, "_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def extract_model_from_parallel(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    """The model itself: what ``prepare`` returns is the user's own object.
+
+    Args:
+        model: a prepared model, its ``model.module``, or one in a wrapper of torch that the script made.
+        keep_fp32_wrapper: accepted either way: there is no such wrapper.
+        keep_torch_compile: ``False`` takes off what ``torch.compile`` and torch's ``checkpoint_wrapper`` have put
+            around it and its parts. Where there is such a part, the result is a copy of the modules around it, with
+            the same parameters and buffers, that no engine trains; the model itself is left as it is.
+    """
+    del keep_fp32_wrapper
+    prepared = prepared_model(model)
+    model = model if prepared is None else prepared.source
+    while isinstance(model, _PARALLEL):
+        model = model.module
+    if keep_torch_compile or not isinstance(model, nn.Module):
+        return model
+    own = original_module(model)
+    prepared = prepared_model(own)
+    return without_compile(own, type(own) if prepared is None else prepared.plain_class)

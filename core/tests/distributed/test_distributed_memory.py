@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from drivetrain.backend import RunSettings
-from drivetrain.compat.memory import (
+from drivetrain.distributed.current import World, set_current_backend
+from drivetrain.distributed.memory import (
     clear_device_cache,
     find_executable_batch_size,
     is_out_of_memory,
     release_memory,
 )
-from drivetrain.distributed.current import World, set_current_backend
 from drivetrain.errors import UsageError
 from drivetrain.launch.environment import read_process_info
 from drivetrain_testing import spawn

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.compat.config_rules import (
+from drivetrain.config.accelerate_rules import (
     EMPTY,
     RULES,
     SECTIONS,

@@ -1,13 +1,11 @@
-"""``DistributedType``, and the names that installed plugins add to ``drivetrain.utils``. Imports no torch."""
+"""Defines ``DistributedType``, the backends' names as scripts compare them. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, final
 
-from drivetrain.errors import AbsentNameError, BackendConflictError
-from drivetrain.registry import get_registry, import_object, known_extras, pip_line
-from drivetrain.wording import listed
+from drivetrain.registry import get_registry
 
 
 class _Names(type):
@@ -89,31 +87,3 @@ _BY_DEVICE = "MULTI_"
 
 _DEVICES = {"MULTI_GPU": "cuda"}
 """Accelerate's names that differ from torch's device type."""
-
-
-def from_plugins(name: str) -> Any:
-    """The object that an installed plugin gives this name.
-
-    Raises:
-        AttributeError: no installed plugin provides it.
-        AbsentNameError: no installed plugin provides it, but one that is not installed might.
-        BackendConflictError: two backends provide it.
-        BackendBrokenError: its import failed.
-    """
-    registry = get_registry()
-    found = [(owner, info.names[name]) for owner, info in registry.infos() if name in info.names]
-    missing = sorted(set(known_extras()) - set(registry.names()))
-    if not found and name.endswith("Plugin") and missing:
-        raise AbsentNameError(
-            f"no installed backend brings the name {name!r}",
-            cure=f"Install the one that does: {pip_line('NAME')}, NAME one of {listed(missing)}.",
-        )
-    if not found:
-        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-    if len(found) > 1:
-        raise BackendConflictError(
-            f"two backends bring the name {name!r}: {found[0][0]} and {found[1][0]}", cure="Uninstall one of the two."
-        )
-    owner, target = found[0]
-    return import_object(target, owner)
-
