@@ -96,7 +96,10 @@ _serial = count()
 
 
 class _Told(NamedTuple):
-    """A value that must be the same on all ranks that publish it, or, with ``warning``, that should differ."""
+    """A value that must be the same on all ranks that publish it.
+
+    With ``warning`` it should differ, or, with ``numbers``, it should be about the same.
+    """
 
     key: str
     digest: int
@@ -104,6 +107,7 @@ class _Told(NamedTuple):
     what: str = ""
     cure: str = ""
     warning: str = ""
+    numbers: tuple[float, ...] = ()
 
 
 class _Numbered(NamedTuple):
@@ -180,6 +184,10 @@ class CallMonitor:
         """Functions that publish pending values, by loader."""
         self._may_be_same: list[tuple[str, str]] = []
         """On rank 0: keys for which other ranks may have published the same value, with the warning."""
+        self._may_differ: list[tuple[str, _Told]] = []
+        """On rank 0: keys for which other ranks may have published other numbers."""
+        self._warned: set[str] = set()
+        """On rank 0: topics of which ranks have published other numbers."""
         self._left: tuple[int, int] | None = None
         """Number and digest of the next lower rank that are not compared yet."""
         self._left_is_there = False
@@ -236,6 +244,20 @@ class CallMonitor:
         """Log a warning on rank 0 if every rank publishes the same value; once for each key."""
         self._tell(_Told(key, digest, "", warning=warning))
 
+    def tell_alike(self, topic: str, time: int, numbers: tuple[float, ...], warning: str) -> None:
+        """Log a warning on rank 0, once for each topic, if ranks publish numbers that differ by more than a thousandth.
+
+        Lists of other lengths are not compared.
+
+        Args:
+            topic: of the numbers.
+            time: of the topic at which these were found; numbers of one time are compared.
+            numbers: of this rank, at least one.
+            warning: what it means; two ranks and their numbers follow.
+        """
+        if topic not in self._warned:
+            self._tell(_Told(f"{topic}/{time}", 0, topic, warning=warning, numbers=numbers))
+
     def _tell(self, told: _Told) -> None:
         told = told._replace(key=f"{self.era}/{told.key}")
         if not self.suspended and told.key not in self._told_keys:
@@ -287,7 +309,7 @@ class CallMonitor:
             if self._store.check(["alarm"]):
                 # Of a value that another rank has told before it came here.
                 self._wait(lambda: self.error is not None, 4 * _REPORT_SECONDS + 4 * self._interval)
-            self._warn_of_same()
+            self._warn_of_told()
         except dist.DistError:
             return  # the job is failing; what follows says how
         if self.error is not None:
@@ -356,7 +378,7 @@ class CallMonitor:
         self._publish(self._where() if idle >= min(2 * self._interval, self._limit / 2) else "", moves=self._moves)
         if self.error is None:
             self._compare_told()
-            self._warn_of_same()
+            self._warn_of_told()
             if self._rank and self._compares:
                 self._compare_left()
             if idle >= 2 * self._interval and self._rank + 1 < self._world and self._compares:
@@ -428,6 +450,9 @@ class CallMonitor:
             while self._told_values:
                 told = self._told_values.popleft()
                 key = f"told/{told.key}"
+                if told.numbers:
+                    self._compare_numbers(key, told)
+                    continue
                 mine = json.dumps([told.digest, self._rank, told.text])
                 digest, rank, text = json.loads(self._store.compare_set(key, "", mine).decode())
                 if told.warning:
@@ -438,11 +463,31 @@ class CallMonitor:
                     both = [f"  rank {one}: {said}" for one, said in sorted([(rank, text), (self._rank, told.text)])]
                     self._store.compare_set("alarm", "", json.dumps(["\n".join([told.what, *both]), told.cure]))
 
-    def _warn_of_same(self) -> None:
-        """Warn if all ranks have published the same value that should differ."""
-        if not self._may_be_same:
+    def _compare_numbers(self, key: str, told: _Told) -> None:
+        """Publish numbers that should be alike; name the two ranks where they are not."""
+        mine = json.dumps([self._rank, told.numbers])
+        rank, numbers = json.loads(self._store.compare_set(key, "", mine).decode())
+        pairs = [
+            (theirs, own)
+            for theirs, own in zip(numbers, told.numbers, strict=False)
+            if not math.isclose(theirs, own, rel_tol=1e-3, abs_tol=1e-12)
+        ]
+        if pairs and len(numbers) == len(told.numbers):
+            (first, number), (second, other) = sorted([(rank, pairs[0][0]), (self._rank, pairs[0][1])])
+            self._store.set(f"{key}/apart", f" Rank {first} has {number:.6g}, rank {second} has {other:.6g}.")
+        if not self._rank:
+            self._may_differ.append((f"{key}/apart", told))
+
+    def _warn_of_told(self) -> None:
+        """Warn if all ranks have published the same value that should differ, or one of them other numbers."""
+        if not (self._may_be_same or self._may_differ):
             return
         with self._telling:
+            for key, told in self._may_differ:
+                if told.text not in self._warned and self._store.check([key]):
+                    self._warned.add(told.text)
+                    logger.warning("%s%s", told.warning, self._store.get(key).decode())
+            self._may_differ = [(key, told) for key, told in self._may_differ if told.text not in self._warned]
             for key, warning in list(self._may_be_same):
                 number = self._store.add(key, 0)
                 if number >= self._world:

@@ -45,6 +45,12 @@ _BY_ELEMENTS = _nodes(
     "BinaryCrossEntropy0 BinaryCrossEntropyWithLogits0 HuberLoss0 KlDiv0 MseLoss0 SmoothL1Loss0 SoftMarginLoss0"
 )
 _LOSSES = _NLL | _BY_ELEMENTS | _nodes("MultiMarginLoss0 MultilabelMarginLoss0")
+_WEIGHTED_BY_CLASS = {
+    "BinaryCrossEntropyWithLogitsBackward0": "pos_weight",
+    "NllLoss2DBackward0": "weight",
+    "NllLossBackward0": "weight",
+}
+"""Loss functions with weights of classes, and the argument that holds them."""
 _WITH_TARGETS = _nodes("HuberLoss0 MseLoss0 SmoothL1Loss0")
 _MEANS = _nodes("Mean0 Mean1")
 _SUMS = _nodes("Sum0 Sum1")
@@ -412,6 +418,57 @@ def factors_of_means(loss: Tensor, rows: int, total: int) -> Factors:
     terms = [] if loss.grad_fn is None else [term for term in _terms(loss.grad_fn) if _is_mean(term.node)]
     known = [(term.node.name(), term.factors) for term in terms if not term.functions and None not in term.factors]
     return Factors(rows, total, tuple(known))  # type: ignore[arg-type]
+
+
+def constants_of(loss: Tensor) -> tuple[float, ...]:
+    """Return what all rows of a loss are multiplied by alike: numbers, tensors of one element, weights of classes.
+
+    Terms of parameters alone, as a penalty, are left out: ranks may average multiples of them. A tensor on a device is
+    read, which waits for it.
+    """
+    found: list[float] = []
+    for term in () if loss.grad_fn is None else _terms(loss.grad_fn):
+        numbers = [factor for factor in term.factors if factor is not None]
+        numbers += [number for product in term.tensors for number in _one_number(_constant(product))]
+        node = term.node
+        while node is not None:
+            numbers += _weights_of_classes(node)
+            name, inner = node.name(), _inner(node)
+            if name in _PRODUCTS and len(inner) == 1 and not (name.startswith("Div") and _divides_by(node)):
+                numbers += _one_number(_constant(node))
+            elif not (_is_mean(node) or name in _VIEWS | _SUMS or name == "NegBackward0"):
+                break
+            node = inner[0] if inner else None
+        if numbers and _is_of_data(term.node):
+            found += numbers
+    return tuple(found)
+
+
+def _is_of_data(start: Any) -> bool:
+    """Whether a layer that is given data, or a loss function with targets, lies below a node."""
+    pending, seen = [start], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() in _LOSSES or _takes_data(node):
+            return True
+        pending.extend(_inner(node))
+    return False
+
+
+def _one_number(constant: Any) -> list[float]:
+    if isinstance(constant, Tensor):
+        return [float(constant)] if constant.numel() == 1 and not constant.is_complex() else []
+    return [float(constant)] if isinstance(constant, int | float) else []
+
+
+def _weights_of_classes(node: Any) -> list[float]:
+    weights = getattr(node, f"_saved_{_WEIGHTED_BY_CLASS.get(node.name())}", None)
+    if not isinstance(weights, Tensor) or weights.numel() > _MANY:
+        return []
+    return [float(weight) for weight in weights.flatten().tolist()]
 
 
 def is_multiplied_by(loss: Tensor, number: int) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from drivetrain.distributed.call_monitor import Current
 from drivetrain.distributed.process_control import num_processes_was_read
 from drivetrain.errors import UsageError
 from drivetrain.loop.loss import (
     Factors,
+    constants_of,
     factors_of_means,
     how_rows_meet_in_model,
     is_mean_of_labels,
@@ -51,6 +54,8 @@ _NORMALISE = (
 
 _MOST_LOOKS = 1024
 """Losses of a model after which none is looked at any more."""
+_SERIALS = count()
+"""Tell the models of one accelerator, and of one phase of it, from those of others; the same on every rank."""
 
 
 @final
@@ -77,12 +82,14 @@ class LossChecks:
         self._factors: dict[tuple[Any, ...], Factors] = {}
         """Factors of the first loss of each kind."""
         self._warned_rows = False
+        self._serial = next(_SERIALS)
 
     def forget(self) -> None:
         """Repeat all checks with the next loss."""
         for known in (self._looked_at, self._first_rows, self._rows_meet, self._judged, self._factors):
             known.clear()
         self._warned_rows = False
+        self._serial = next(_SERIALS)
 
     def look_at(
         self, loss: Tensor, model: PreparedModel, rows: Rows | None, *, steps: int, by_items: bool
@@ -106,7 +113,10 @@ class LossChecks:
         if model.backward_hooks is not None:
             self._say_hooked(model.backward_hooks.found(), model)
             model.backward_hooks = None
-        if by_items or self._dp_size * steps == 1 or self._topology.rank:
+        if by_items or self._dp_size * steps == 1:
+            return
+        if self._topology.rank:
+            self._compare_constants(loss, model, rows, looks)
             return
         number = 0 if rows is None or not rows.counted else rows.real[self._dp_rank]
         if self._first_rows.setdefault(model.index, number) != number:
@@ -140,6 +150,24 @@ class LossChecks:
                 _DIVIDED.format(found.divided_by) if found.divided_by else "",
             )
             self._looked_at[model.index] = _MOST_LOOKS
+        else:
+            self._compare_constants(loss, model, rows, looks)
+
+    def _compare_constants(self, loss: Tensor, model: PreparedModel, rows: Rows | None, looks: int) -> None:
+        """Warn once if ranks multiply losses over as many rows by different numbers."""
+        monitor = Current.monitor
+        if monitor is None or self._dp_size == 1 or rows is None or not rows.counted or len(set(rows.real)) > 1:
+            return
+        if numbers := constants_of(loss):
+            monitor.tell_alike(
+                f"loss/{self._serial}/{model.index}",
+                looks,
+                numbers,
+                f"backward() was given losses of {model.plain_class.__name__} that ranks multiply by other numbers, "
+                "each over as many rows. They are averaged, which is not the loss of one process. A number that is "
+                "found from the batch, as a running mean, a weight of a task or pos_weight, is found from all rows "
+                "with accelerator.reduce(number, 'mean'), or from what accelerator.gather returns.",
+            )
 
     def _say_world_size(self, loss: Tensor, model: PreparedModel, rows: Rows | None) -> None:
         """Warn once where a loss is multiplied by all processes, of which some share a model and see the same rows."""
