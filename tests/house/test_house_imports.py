@@ -24,6 +24,7 @@ TORCH_PATHS = (
     "data/",
     "distributed/",
     "loop/",
+    "run_record.py",
     "run_setup.py",
 )
 """Under core/src/drivetrain."""

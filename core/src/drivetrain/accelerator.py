@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain import checkpoint, run_setup
+from drivetrain import checkpoint, run_record, run_setup
 from drivetrain.backend import FileConfiguredBackend
 from drivetrain.backends.portable import tied_names
 from drivetrain.checkpoint.manifest import MANIFEST
@@ -168,6 +168,7 @@ class Accelerator(ProcessControl):
         self._flag = False
         registry = get_registry()
         checks = resolved.config.plan.check
+        self._record: Any = run_record.record_of(self)
         self._loop = TrainingLoop(
             self.backend,
             accumulation.num_steps,
@@ -175,7 +176,9 @@ class Accelerator(ProcessControl):
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
             count_items=resolved.config.count_items if count_items is None else count_items,
-            on_step=self._step_ended if saves_first or checks or registry.listens("step_ended") else None,
+            on_step=self._step_ended
+            if self._record or saves_first or checks or registry.listens("step_ended")
+            else None,
             place=self._active.place,
             kept=self._active.kept,
             num_samples=self._active.num_samples,
@@ -183,6 +186,8 @@ class Accelerator(ProcessControl):
         per_process = resolved.config.scheduler.step_per_process
         if step_scheduler_per_process is not None:
             per_process = step_scheduler_per_process
+        if self._record is not None:
+            self._active.on_batch, self._loop.on_backward = self._record.batch, self._record.backward
         self._preparer = Preparer(
             self.backend,
             self._loop,
@@ -246,6 +251,8 @@ class Accelerator(ProcessControl):
         loaded = [load(each) for each in args]
         self._set_batches()
         prepared = self._preparer.prepare(loaded)
+        if self._record is not None:
+            self._record.prepared()
         registry = get_registry()
         if registry.listens("prepared"):
             registry.notify("prepared", accelerator=self, objects=tuple(prepared))
@@ -263,6 +270,8 @@ class Accelerator(ProcessControl):
             )
         prepared = self._preparer.model(model, training=not evaluation_mode)
         self._loop.find_loose()
+        if self._record is not None:
+            self._record.prepared()
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -764,6 +773,8 @@ class Accelerator(ProcessControl):
         self._checkpoints.close()
         if self._plan_check is not None:
             self._plan_check.close()
+        if self._record is not None:
+            self._record.close()
         self._tell("closed")
         self._loop.release()
         current.forget_backend(self.backend)
@@ -782,6 +793,8 @@ class Accelerator(ProcessControl):
             if step == 1 and self.is_main_process:
                 self._say_interrupted()
             self._interruption.stepped()
+        if self._record is not None:
+            self._record.step_ended(step, skipped)
 
     def _say_interrupted(self) -> None:
         """Name the state of an interrupted run that this one did not load."""

@@ -48,7 +48,7 @@ def test_no_torch_before_something_is_launched(arguments):
 
 def test_help_names_every_subcommand(drivetrain):
     words = drivetrain("--help").stdout
-    for name in ("backends", "checkpoint", "check", "config", "env", "launch", "new-plugin", "test"):
+    for name in ("backends", "checkpoint", "check", "compare", "config", "env", "launch", "new-plugin", "test"):
         assert f"\n  {name} " in words
 
 
@@ -83,7 +83,8 @@ def test_an_unknown_subcommand_is_guessed_or_the_list_is_given(drivetrain):
     assert "There is no subcommand 'lanch'. Did you mean 'launch'?" in done.stderr
     there = drivetrain("xyzzy").stderr.partition("There are: ")[2]
     # Plugins add their own.
-    assert {"backends", "checkpoint", "config", "env", "launch", "test"} <= set(there.rstrip(".\n").split(", "))
+    ours = {"backends", "checkpoint", "compare", "config", "env", "launch", "test"}
+    assert ours <= set(there.rstrip(".\n").split(", "))
 
 
 def test_a_plugin_adds_a_command_and_may_not_take_one(drivetrain, tmp_path):

@@ -149,7 +149,7 @@ def launch(
         resolved = resolve(config_file, settings, flags, choose_plan(resolved))
     command = [script, *script_args]
     if trainer:
-        command, module = _with_trainer(command, module=module, no_python=no_python), True
+        command, module = with_trainer(command, module=module, no_python=no_python), True
     if printed or file:
         from drivetrain.launch.dry_run import CommandLine
 
@@ -204,7 +204,7 @@ def _behind(script: str, script_args: tuple[str, ...]) -> str:
     return f"Given to {Path(script).name}: {', '.join(ours)}. Options of the launcher stand before the script."
 
 
-def _with_trainer(command: list[str], *, module: bool, no_python: bool) -> list[str]:
+def with_trainer(command: list[str], *, module: bool, no_python: bool) -> list[str]:
     """The module of drivetrain-transformers that runs a script with its Trainer, and the script as its arguments."""
     if no_python:
         raise UsageError(

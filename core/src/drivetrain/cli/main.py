@@ -23,6 +23,10 @@ COMMANDS = {
         "drivetrain.cli.checkpoint:checkpoint",
         "Look into a checkpoint, export its model, convert what other libraries wrote.",
     ),
+    "compare": (
+        "drivetrain.cli.compare:compare",
+        "Run a script on one process and as configured; say where they differ.",
+    ),
     "config": ("drivetrain.cli.config:config", "Write a configuration file, or show where each value comes from."),
     "env": ("drivetrain.cli.env:env", "Print versions, devices and plugins for a bug report."),
     "launch": ("drivetrain.cli.launch:launch", "Run a script on every process of this machine."),

@@ -90,6 +90,9 @@ LAUNCHER = "DRIVETRAIN_INTERNAL_LAUNCHER"
 PREDICTION = "DRIVETRAIN_INTERNAL_PREDICTION"
 """Variable with a planner's prediction as JSON, set under ``plan: {check: true}``."""
 
+RECORD = "DRIVETRAIN_INTERNAL_RECORD"
+"""Variable with the folder of a record and its number of steps, as JSON, set by ``drivetrain compare``."""
+
 
 @dataclass(frozen=True)
 class Names:

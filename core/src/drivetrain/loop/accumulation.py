@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from drivetrain.backend import Backend
     from drivetrain.data.active import LoopState
     from drivetrain.data.kept_batches import KeptBatches
+    from drivetrain.data.plan import Rows
     from drivetrain.loop.model import PreparedModel
     from drivetrain.loop.optimizer import PreparedOptimizer
 
@@ -117,6 +118,8 @@ class TrainingLoop:
         self.place, self.kept = place, kept
         self.clipped_to = 0.0
         """The norm to which the gradients of the next step were clipped; 0 for none."""
+        self.on_backward: Callable[..., None] | None = None
+        """Called after each backward with the loss, its rows or items, and ``is_sum``."""
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
         self.checks = LossChecks(backend.topology, num_samples, count_items=count_items)
         self._weights = LossWeights(backend, kept)
@@ -252,8 +255,21 @@ class TrainingLoop:
         if closes:
             self._correct(models)
             self.gradients_reduced()
+        self.note_loss(loss, window.rows, num_items)
         for model in self.models:
             model.active = model.active and bool(retain_graph)
+
+    def note_loss(self, loss: Tensor, rows: Rows | None = None, num_items: Items | None = None) -> None:
+        """Tell the record of a run, where there is one, of a loss after its backward.
+
+        Args:
+            loss: of a micro-batch, or, without rows and items, of all ranks.
+            rows: of the batch that it is a mean over.
+            num_items: what it is a sum over.
+        """
+        if self.on_backward is not None:
+            number = 1 if rows is None else rows.real[self._dp_rank]
+            self.on_backward(loss, float(number if num_items is None else num_items), is_sum=num_items is not None)
 
     def _around_backward(self, model: Any, retain_graph: bool | None) -> ExitStack:
         """Contexts of a backward that keeps its graph, or of a loss that depends on parameters of no prepared model."""

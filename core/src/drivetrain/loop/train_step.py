@@ -108,6 +108,7 @@ def train_step(
         loose.reduce()
     loop.gradients_reduced()
     loss = backend.reduce(local * weight, "sum") / denominator
+    loop.note_loss(loss)
     norm = None
     if max_norm is not None:
         parameters = [parameter for parameter in model.trainable.module.parameters() if parameter.requires_grad]
