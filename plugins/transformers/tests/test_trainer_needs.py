@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_jobs
 import trainer_needs_jobs as jobs
 from test_trainer_backends import BACKENDS
 from torch.utils.data import DataLoader
@@ -223,3 +224,11 @@ def test_names_that_libraries_ask_for() -> None:
     AcceleratorState._reset_state()  # a Trainer of another test never ends its accelerator, which may be alive
     with init_empty_weights():
         assert torch.nn.Linear(2, 2).weight.is_meta
+
+
+def test_loaders_are_as_the_configuration_says_where_arguments_say_nothing(tmp_path: Path) -> None:
+    """Two processes share batches of 4, so that their losses are those of one process with batches of 4."""
+    shared = {"distributed_type": "ddp", "dataloader": {"split_batches": True}}
+    one = spawn(trainer_jobs.ours, 1, {"distributed_type": "single"}, str(tmp_path / "one"), timeout=240)[0]
+    two = spawn(trainer_jobs.ours, 2, shared, str(tmp_path / "two"), timeout=240)[0]
+    assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 from weakref import ref
@@ -65,11 +66,13 @@ class TrainerAccelerator(Accelerator):
     def __init__(self, trainer: Trainer, **arguments: Any) -> None:
         self._trainer = ref(trainer)
         accumulation = arguments.pop("gradient_accumulation_plugin").to_kwargs()
+        loading = arguments.pop("dataloader_config")
         super().__init__(
             cpu=trainer.args.use_cpu,
             gradient_accumulation_plugin=GradientAccumulationPlugin(**{"num_steps": 1, **accumulation}),
             **_translated(trainer, arguments),
         )
+        self._loader_config = _loading(self._loader_config, loading, trainer)
         # Trainer counts micro-batches and normalises losses itself.
         self.gradient_state: Any = SyncState(self, self.gradient_state, accumulation)
         self.factor: Any = None
@@ -242,6 +245,18 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _loading(configured: DataLoaderConfiguration, given: Any, trainer: Trainer) -> DataLoaderConfiguration:
+    """The configuration's settings of loaders, where Trainer's arguments say no more than Accelerate's defaults.
+
+    The seed of the order is the arguments' ``data_seed``, else the configuration's, else the arguments' ``seed``.
+    """
+    defaults, args = DataLoaderConfiguration(), trainer.args
+    names = ("split_batches", "dispatch_batches", "even_batches", "non_blocking")
+    said = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(defaults, name)}
+    seeds = (args.data_seed, configured.data_seed, args.seed)
+    return replace(configured, data_seed=next(seed for seed in seeds if seed is not None), **said)
+
+
 def _translated(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
     """Translate Trainer's arguments of Accelerate's accelerator to Drivetrain's."""
     args = trainer.args
@@ -250,14 +265,6 @@ def _translated(trainer: Trainer, given: dict[str, Any]) -> dict[str, Any]:
     # "no" is what arguments say that say nothing; the configuration may know better.
     precision = given.pop("mixed_precision")
     result["mixed_precision"] = None if precision == "no" else precision
-    loading = given.pop("dataloader_config")
-    result["dataloader_config"] = DataLoaderConfiguration(
-        split_batches=loading.split_batches,
-        dispatch_batches=loading.dispatch_batches,
-        even_batches=loading.even_batches,
-        data_seed=args.seed if args.data_seed is None else args.data_seed,
-        non_blocking=loading.non_blocking,
-    )
     names = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
     ddp = {name.removeprefix("ddp_"): getattr(args, name) for name in names if getattr(args, name) is not None}
     given.pop("kwargs_handlers")
