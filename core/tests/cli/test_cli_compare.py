@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from drivetrain.cli.compare import Comparison, Record, on_one_process
+from drivetrain.cli.compare import Comparison, Record, _processes, on_one_process
 from drivetrain.config import load_config
 from drivetrain.errors import UsageError
 
@@ -160,6 +160,16 @@ def test_what_one_command_cannot_compare_is_refused(options, said, compare):
     done = compare("plain", *options)
     assert done.returncode
     assert said in done.stderr
+
+
+def test_two_processes_are_taken_where_no_number_is_given_and_the_backend_allows():
+    def asked(**given):
+        return _processes(load_config(overrides={"use_cpu": True, **given}, environ={}))
+
+    assert asked() == "2"
+    assert asked(num_processes=3) == "3"
+    assert asked(distributed_type="single") is None
+    assert asked(distributed_type="fsdp") == "2"
 
 
 def test_one_process_has_neither_mesh_nor_section(tmp_path):

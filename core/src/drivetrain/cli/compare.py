@@ -97,9 +97,9 @@ def compare(
 ) -> None:
     """Run the first steps of SCRIPT on one process and as configured, and compare data, losses and weights.
 
-    Both runs end after some optimizer steps, with dropout turned off, in float32 unless --mixed_precision says
-    otherwise, and with batches that the processes share (dataloader.split_batches). What the script prints and writes
-    until then it prints and writes twice.
+    Without a number of processes it takes one per accelerator, or two on the CPU. Both runs end after some optimizer
+    steps, with dropout turned off, in float32 unless --mixed_precision says otherwise, and with batches that the
+    processes share (dataloader.split_batches). What the script prints and writes until then it prints and writes twice.
     """
     config_file, remark = chosen_file(config_file)
     if remark:
@@ -107,8 +107,9 @@ def compare(
     flags["mixed_precision"] = flags.get("mixed_precision") or "no"
     resolved = resolve(config_file, settings, flags)
     if "dataloader.split_batches" not in resolved.origins:
-        resolved = resolve(config_file, (*settings, "dataloader.split_batches=true"), flags)
+        settings = (*settings, "dataloader.split_batches=true")
     _check(resolved)
+    resolved = resolve(config_file, settings, {**flags, "num_processes": _processes(resolved)})
     command = [script, *script_args]
     if trainer:
         command, module = with_trainer(command, module=module, no_python=False), True
@@ -134,6 +135,18 @@ def _check(resolved: ResolvedConfig) -> None:
             "compare starts both runs on this machine, and num_machines is more than 1",
             cure="Write --num_machines 1 and as many processes as this machine has accelerators, or --cpu.",
         )
+
+
+def _processes(resolved: ResolvedConfig) -> str | None:
+    """The number of processes to be compared with one; ``None`` leaves it to the configuration."""
+    from drivetrain.launch.plan import count_devices, make_plan, trains_over
+
+    if resolved.config.num_processes is not None:
+        return str(resolved.config.num_processes)
+    plan = make_plan(resolved)
+    on_cpu = resolved.config.use_cpu or plan.on_cpu or not count_devices()
+    takes_two = on_cpu and plan.world_size == 1 and trains_over(resolved.config.distributed_type, 2)
+    return "2" if takes_two else None
 
 
 def on_one_process(resolved: ResolvedConfig) -> ResolvedConfig:
