@@ -201,6 +201,13 @@ def test_a_difference_is_a_share_of_what_the_weights_have_changed(tmp_path):
     assert "(2e-02 of their change): w" in Comparison(one, other, 0.01).table()[-2]
 
 
+def test_rounding_is_named_where_the_script_computes_in_half_precision(tmp_path):
+    one = record(tmp_path / "one", {"w": [0.0]}, {"w": [1.0]})
+    other = record(tmp_path / "other", {"w": [0.0]}, {"w": [1.05]})._replace(precision="bf16")
+    assert "computes in bf16, whose rounding" in Comparison(one, other, 0.01).verdict()
+    assert Comparison(one, other._replace(precision="no"), 0.1).verdict() == "The same: 1 step leaves the same weights."
+
+
 def test_models_of_other_weights_are_refused(tmp_path):
     one, other = record(tmp_path / "one", {"w": [1.0]}), record(tmp_path / "other", {"v": [1.0]})
     with pytest.raises(UsageError, match="other weights: v, w differs"):

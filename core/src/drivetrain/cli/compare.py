@@ -47,6 +47,10 @@ START = (
     "The weights differ before the first step. Call set_seed(...) before the model is made, so that every run begins "
     "with the same ones."
 )
+_ROUNDING = (
+    "The script computes in {precision}, whose rounding alone may change weights by some hundredths of their change; "
+    "Accelerator(mixed_precision='no') tells whether that is all."
+)
 _PAGE = (
     "The page 'One process and several' of the documentation lists what differs, and the line that means the same on "
     "both."
@@ -59,6 +63,7 @@ class Record(NamedTuple):
     folder: Path
     steps: Sequence[Mapping[str, float]]
     name: str
+    precision: str = "no"
 
     def weights(self, number: int) -> dict[str, Tensor]:
         """The weights after this many steps."""
@@ -197,7 +202,7 @@ def _run(resolved: ResolvedConfig, command: list[str], folder: Path, *, module: 
         )
     many = "1 process" if told["processes"] == 1 else f"{told['processes']} processes"
     precision = "" if told["precision"] == "no" else f", {told['precision']}"
-    return Record(folder, told["steps"], f"{told['backend']} on {many}{precision}")
+    return Record(folder, told["steps"], f"{told['backend']} on {many}{precision}", told["precision"])
 
 
 class Comparison:
@@ -251,10 +256,11 @@ class Comparison:
             if len(self._one.steps) != len(self._other.steps):
                 numbers = f"{len(self._one.steps)} steps on one process, {len(self._other.steps)} as configured"
                 return (
-                    f"The first {self._number} steps are the same, then one run ends: {numbers}. A loader that is "
-                    "prepared with split_batches has as many batches on both."
+                    f"What both have done is the same (steps: {self._number}), then one run ends: {numbers}. A "
+                    "loader that is prepared with split_batches has as many batches on both."
                 )
-            return f"The same: {self._number} steps leave the same weights."
+            many = "1 step leaves" if self._number == 1 else f"{self._number} steps leave"
+            return f"The same: {many} the same weights."
         if step == 0:
             return START
         found = self._other_data(step)
@@ -265,6 +271,8 @@ class Comparison:
             text = FORWARD.format(step=step, ours=other["loss"], theirs=one["loss"])
         else:
             text = GRADIENTS.format(step=step)
+        if self._other.precision != "no":
+            text = f"{text} {_ROUNDING.format(precision=self._other.precision)}"
         return f"{text} {_PAGE}"
 
     def _weights(self, step: int) -> str:
