@@ -201,6 +201,16 @@ def test_a_difference_is_a_share_of_what_the_weights_have_changed(tmp_path):
     assert "(2e-02 of their change): w" in Comparison(one, other, 0.01).table()[-2]
 
 
+def test_a_small_difference_counts_where_the_losses_differ(tmp_path):
+    one = record(tmp_path / "one", {"w": [0.0]}, {"w": [1.0]})
+    other = record(tmp_path / "other", {"w": [0.0]}, {"w": [1.002]})
+    assert Comparison(one, other, 0.01).same
+    lower = other._replace(steps=[{**other.steps[0], "loss": 0.999}])
+    assert not Comparison(one, lower, 0.01).same
+    assert "in it the loss is 0.999 instead of 1." in Comparison(one, lower, 0.01).verdict()
+    assert Comparison(one, one._replace(steps=lower.steps), 0.01).same
+
+
 def test_rounding_is_named_where_the_script_computes_in_half_precision(tmp_path):
     one = record(tmp_path / "one", {"w": [0.0]}, {"w": [1.0]})
     other = record(tmp_path / "other", {"w": [0.0]}, {"w": [1.05]})._replace(precision="bf16")

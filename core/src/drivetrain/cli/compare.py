@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from drivetrain.config import ResolvedConfig
 
-_LOSS_TOLERANCE = 1e-4
+_LOSS_TOLERANCE = 1e-5
 _DATA_TOLERANCE = 1e-6
 
 DATA = (
@@ -230,7 +230,14 @@ class Comparison:
 
     def _first(self) -> int | None:
         """Number of steps after which the weights differ first; ``None`` where they do not."""
-        return next((step for step, each in enumerate(self._changes) if each.share > self._tolerance), None)
+        return next(filter(self._is_apart, range(len(self._changes))), None)
+
+    def _is_apart(self, step: int) -> bool:
+        """Whether the weights differ; a little counts too where the losses of the step differ, as by no rounding."""
+        share = self._changes[step].share
+        if share > self._tolerance:
+            return True
+        return step > 0 and share > self._tolerance / 100 and not self._same_loss(step)
 
     def table(self) -> list[str]:
         """One line for each step."""
@@ -277,7 +284,7 @@ class Comparison:
 
     def _weights(self, step: int) -> str:
         change = self._changes[step]
-        if change.share <= self._tolerance:
+        if not self._is_apart(step):
             return "same" if not change.share else f"same ({change.share:.0e} of their change)"
         return f"different ({change.share:.0e} of their change): {', '.join(change.names)}"
 
