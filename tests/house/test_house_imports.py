@@ -24,6 +24,7 @@ TORCH_PATHS = (
     "data/",
     "distributed/",
     "loop/",
+    "run_comparison.py",
     "run_record.py",
     "run_setup.py",
 )

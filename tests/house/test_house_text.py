@@ -23,7 +23,7 @@ def texts(root):
     found = {}
     for name in names:
         path = root / name
-        if path.suffix in {".py", ".toml", ".md", ".txt", ".yaml", ".yml", ".cfg", ""} and path.is_file():
+        if path.suffix in {".py", ".toml", ".md", ".txt", ".yaml", ".yml", ".json", ".cfg", ""} and path.is_file():
             found[name] = path.read_text(encoding="utf-8")
     assert "pyproject.toml" in found
     return found

@@ -168,7 +168,7 @@ class Accelerator(ProcessControl):
         self._flag = False
         registry = get_registry()
         checks = resolved.config.plan.check
-        self._record: Any = run_record.record_of(self)
+        self._record: Any = run_record.asked_for()
         self._loop = TrainingLoop(
             self.backend,
             accumulation.num_steps,
@@ -187,7 +187,8 @@ class Accelerator(ProcessControl):
         if step_scheduler_per_process is not None:
             per_process = step_scheduler_per_process
         if self._record is not None:
-            self._active.on_batch, self._loop.on_backward = self._record.batch, self._record.backward
+            self._record.begin(self)
+            self._active.record = self._loop.record = self._record
         self._preparer = Preparer(
             self.backend,
             self._loop,
@@ -251,8 +252,6 @@ class Accelerator(ProcessControl):
         loaded = [load(each) for each in args]
         self._set_batches()
         prepared = self._preparer.prepare(loaded)
-        if self._record is not None:
-            self._record.prepared()
         registry = get_registry()
         if registry.listens("prepared"):
             registry.notify("prepared", accelerator=self, objects=tuple(prepared))
@@ -270,8 +269,6 @@ class Accelerator(ProcessControl):
             )
         prepared = self._preparer.model(model, training=not evaluation_mode)
         self._loop.find_loose()
-        if self._record is not None:
-            self._record.prepared()
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -794,7 +791,7 @@ class Accelerator(ProcessControl):
                 self._say_interrupted()
             self._interruption.stepped()
         if self._record is not None:
-            self._record.step_ended(step, skipped)
+            self._record.step_ended()
 
     def _say_interrupted(self) -> None:
         """Name the state of an interrupted run that this one did not load."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from drivetrain.distributed import trees
 from drivetrain.distributed.nested import gather_object
 from drivetrain.launch.environment import RECORD
+from drivetrain.parameter_names import original_name
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator
@@ -26,33 +29,35 @@ _DROPOUTS = ("alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", 
 
 @final
 class RunRecord:
-    """Record of what each of the first steps reads, computes and leaves behind, which ends the script after them.
+    """Record of what each of the first steps reads, computes and changes, which ends the script after them.
 
-    Written by the main process: ``0.pt`` with the weights before the first step, ``1.pt`` after it, and so on.
+    Written by the main process: ``1-before.pt`` and ``1-after.pt`` with the weights around the first step, and so on.
+    A step that begins with the weights that the one before has left has no file of its own for them.
 
     Args:
-        accelerator: of the script.
         folder: exists.
-        steps: optimizer steps after which the script ends.
+        steps: optimizer steps of all accelerators of the script, after which it ends.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, steps: int) -> None:
-        self._accelerator, self._folder, self._steps = accelerator, folder, steps
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder, self._limit = folder, steps
         self._read, self._losses = [0.0, 0.0, 0.0], [0.0, 0.0]
-        self._taken: list[dict[str, float]] = []
-        self._written = False
+        self._steps: list[dict[str, Any]] = []
+        self._buffers: set[str] = set()
+        self._left: dict[str, Tensor] = {}
+        """Weights after the last step, on the main process."""
+        self._accelerator: Accelerator
         _turn_dropout_off()
 
-    def prepared(self) -> None:
-        """Keep the weights of what was prepared before the first step. Collective over all ranks."""
-        if not self._taken:
-            self._keep_weights(0)
+    def begin(self, accelerator: Accelerator) -> None:
+        """Record this accelerator from now on: the script has made it."""
+        self._accelerator = accelerator
 
     def batch(self, batch: Any) -> None:
         """Count the rows of a batch that a prepared loader has yielded, and add up its numbers."""
         tensors = [leaf.detach() for _, leaf in trees.leaves(batch) if isinstance(leaf, Tensor)]
         rows = trees.find_batch_size(batch) if any(tensor.dim() for tensor in tensors) else 0
-        numbers = [tensor.double() for tensor in tensors if not tensor.is_complex()]
+        numbers = [_real(tensor).double() for tensor in tensors]
         total = sum(float(each.sum()) for each in numbers)
         found = rows or 0, total, sum(float(each.square().sum()) for each in numbers)
         self._read = [before + now for before, now in zip(self._read, found, strict=True)]
@@ -68,65 +73,86 @@ class RunRecord:
         self._losses[0] += float(loss.detach()) * (1 if is_sum else weight)
         self._losses[1] += weight
 
-    def step_ended(self, step: int, skipped: bool) -> None:
+    def step_begins(self) -> None:
+        """Keep the weights, if they are not those that the step before has left. Collective over all ranks."""
+        weights = self._weights()
+        left = self._left
+        if weights.keys() != left.keys() or not all(_equal(weights[name], left[name]) for name in weights):
+            self._save(f"{len(self._steps) + 1}-before", weights)
+
+    def step_ended(self) -> None:
         """Keep the weights; end the script with the last step. Collective over all ranks."""
-        del step
-        accelerator = self._accelerator
         # As objects, since not every device has float64.
         shares = gather_object([(self._read, self._losses)])
         rows, total, squares = (sum(read[place] for read, _ in shares) for place in range(3))
         loss, weight = (sum(losses[place] for _, losses in shares) for place in range(2))
         self._read, self._losses = [0.0, 0.0, 0.0], [0.0, 0.0]
         loss = loss / weight if weight else 0.0
-        self._taken.append({"rows": rows, "sum": total, "squares": squares, "loss": loss, "skipped": skipped})
-        self._keep_weights(len(self._taken))
-        if len(self._taken) == self._steps:
+        self._steps.append({"rows": rows, "sum": total, "squares": squares, "loss": loss})
+        self._left = self._weights()
+        self._save(f"{len(self._steps)}-after", self._left)
+        if len(self._steps) == self._limit:
             self.close()
-            accelerator.wait_for_everyone()
+            self._accelerator.wait_for_everyone()
             raise SystemExit(0)
 
     def close(self) -> None:
         """Write what the run was. Not collective."""
-        if self._written or not self._accelerator.is_main_process:
-            return
-        self._written = True
         run = self._accelerator
+        if not run.is_main_process:
+            return
         summary = {
-            "steps": self._taken,
-            "models": len(run._loop.models),  # noqa: SLF001 (the accelerator's other half)
+            "steps": self._steps,
+            "buffers": sorted(self._buffers),
             "backend": str(run.distributed_type),
             "processes": run.num_processes,
             "precision": run.mixed_precision,
         }
         (self._folder / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
 
-    def _keep_weights(self, number: int) -> None:
-        weights: dict[str, Tensor] = {}
-        models = self._accelerator._loop.models  # noqa: SLF001 (the accelerator's other half)
-        for model in models:
+    def _weights(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers of all prepared models, by name, on the main process. Collective."""
+        found: dict[str, Tensor] = {}
+        for model in self._accelerator._loop.models:  # noqa: SLF001 (the accelerator's other half)
             state = self._accelerator.get_state_dict(model.source)
-            prefix = f"{model.index}." if len(models) > 1 else ""
-            floats = {
-                name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_floating_point()
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            numbers = {
+                name: _real(value.detach()).cpu().clone()
+                for name, value in tensors.items()
+                if value.is_floating_point() or value.is_complex()
             }
-            weights |= {f"{prefix}{name}": value.detach().cpu().clone() for name, value in floats.items()}
+            found |= {f"{model.index}.{name}": value for name, value in numbers.items()}
+            self._buffers |= {f"{model.index}.{original_name(name)}" for name, _ in model.source.named_buffers()}
+        return found
+
+    def _save(self, name: str, weights: Mapping[str, Tensor]) -> None:
         if self._accelerator.is_main_process:
-            torch.save(weights, self._folder / f"{number}.pt")
+            torch.save(dict(weights), self._folder / f"{name}.pt")
 
 
-def read_weights(folder: Path, number: int) -> dict[str, Tensor]:
-    """Return the weights of a record after a number of steps, by name; 0: before the first."""
-    found: dict[str, Tensor] = torch.load(folder / f"{number}.pt", weights_only=True)
-    return found
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def record_of(accelerator: Accelerator) -> RunRecord | None:
-    """Return the record that the launcher has asked for; ``None`` in any other run."""
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are the same, elements that are no numbers included."""
+    return one.shape == other.shape and bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+
+
+def read_weights(folder: Path, step: int) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+    """Return the weights of a record before a step, ``None`` for those that the step before left, and after it."""
+    before, after = folder / f"{step}-before.pt", folder / f"{step}-after.pt"
+    return torch.load(before, weights_only=True) if before.exists() else None, torch.load(after, weights_only=True)
+
+
+@cache
+def asked_for() -> RunRecord | None:
+    """Return this process's record, if the launcher has asked for one."""
     asked = os.environ.get(RECORD)
     if asked is None:
         return None
     settings = json.loads(asked)
-    return RunRecord(accelerator, Path(settings["folder"]), settings["steps"])
+    return RunRecord(Path(settings["folder"]), settings["steps"])
 
 
 def _turn_dropout_off() -> None:
@@ -134,6 +160,10 @@ def _turn_dropout_off() -> None:
     modules: Any = functional
     for name in _DROPOUTS:
         setattr(modules, name, _pass_on)
+    library: Any = torch
+    library.dropout = _pass_on
+    # Recurrent layers hand their attribute to torch's own loop over layers.
+    nn.RNNBase.dropout = property(lambda _: 0.0, lambda _, __: None)  # type: ignore[assignment]
     attention = functional.scaled_dot_product_attention
 
     def without_dropout(*args: Any, **kwargs: Any) -> Tensor:

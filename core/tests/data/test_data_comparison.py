@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kept_log import Kept
 from torch import nn
 from torch.utils.data import (
     ConcatDataset,
@@ -411,17 +412,6 @@ def read_each(loaders, folder):
 
 def test_right_loaders_are_read(tmp_path):
     spawn(read_each, 2, "ALIKE", str(tmp_path))
-
-
-class Kept(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def train(folder, how):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from kept_log import Kept
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,15 +17,6 @@ from drivetrain.loop.loss import constants_of
 from drivetrain_testing import spawn
 
 STEPS, ROWS = 5, 4
-
-
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def losses_of(accelerator, model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -102,8 +102,8 @@ class ActiveLoaders:
 
     def __init__(self, kept: KeptBatches) -> None:
         self.kept = kept
-        self.on_batch: Callable[[Any], None] | None = None
-        """Called with each batch of a loader, on its device, before the script is given it."""
+        self.record: Any = None
+        """The :class:`drivetrain.run_record.RunRecord` of a run that ``drivetrain compare`` has started."""
         self._passes: list[Pass] = []
         self._serial = 0
         self._registered = 0

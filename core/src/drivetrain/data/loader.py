@@ -339,8 +339,8 @@ class PreparedDataLoader(DataLoader[Any]):
             batch = shown()
         else:
             batch = item.batch if move is None else move(item.batch)
-        if self._context.active.on_batch is not None:
-            self._context.active.on_batch(batch)
+        if self._context.active.record is not None:
+            self._context.active.record.batch(batch)
         return self._context.active.kept.show(item.rows, batch) if self._shares_out else batch
 
     def _show(self, this_pass: Pass, rows: Rows) -> None:

@@ -118,8 +118,8 @@ class TrainingLoop:
         self.place, self.kept = place, kept
         self.clipped_to = 0.0
         """The norm to which the gradients of the next step were clipped; 0 for none."""
-        self.on_backward: Callable[..., None] | None = None
-        """Called after each backward with the loss, its rows or items, and ``is_sum``."""
+        self.record: Any = None
+        """The :class:`drivetrain.run_record.RunRecord` of a run that ``drivetrain compare`` has started."""
         self._on_step, self.count_items, self._sync_each_batch = on_step, count_items, sync_each_batch
         self.checks = LossChecks(backend.topology, num_samples, count_items=count_items)
         self._weights = LossWeights(backend, kept)
@@ -260,16 +260,16 @@ class TrainingLoop:
             model.active = model.active and bool(retain_graph)
 
     def note_loss(self, loss: Tensor, rows: Rows | None = None, num_items: Items | None = None) -> None:
-        """Tell the record of a run, where there is one, of a loss after its backward.
+        """Add a loss to the record of a run, where there is one, after its backward.
 
         Args:
             loss: of a micro-batch, or, without rows and items, of all ranks.
             rows: of the batch that it is a mean over.
             num_items: what it is a sum over.
         """
-        if self.on_backward is not None:
+        if self.record is not None:
             number = 1 if rows is None else rows.real[self._dp_rank]
-            self.on_backward(loss, float(number if num_items is None else num_items), is_sum=num_items is not None)
+            self.record.backward(loss, float(number if num_items is None else num_items), is_sum=num_items is not None)
 
     def _around_backward(self, model: Any, retain_graph: bool | None) -> ExitStack:
         """Contexts of a backward that keeps its graph, or of a loss that depends on parameters of no prepared model."""

@@ -244,12 +244,14 @@ class PreparedOptimizer(Optimizer):
     def _record(self, site: str) -> None:
         """Record a step for the comparison of ranks: learning rates always, other group settings at every 16th.
 
-        At every 64th also the trained parameters, except in a pipeline, whose ranks hold different ones.
+        At every 64th also the trained parameters, except in a pipeline, whose ranks hold different ones. For
+        ``drivetrain compare``, the weights.
         """
-        monitor = Current.monitor
+        loop, monitor = self._loop, Current.monitor
+        if loop.record is not None:
+            loop.record.step_begins()
         if monitor is None:
             return
-        loop = self._loop
         norm, loop.clipped_to = loop.clipped_to, 0.0
         read, vars(self)["_state_read"] = self._state_read, None
         if monitor.suspended or self.models[0].steps_alone:
