@@ -33,7 +33,8 @@ FORWARD = (
 GRADIENTS = (
     "Up to step {step} weights, data and loss are the same, and the step leaves other weights. Look at what happens "
     "between the loss and the step: the loss may be a sum or be scaled by a number of this process, gradients may be "
-    "read or changed by hand, or the optimizer may keep something that differs between processes."
+    "read or changed by hand, the optimizer may keep something that differs between processes, or the configuration of "
+    "one run alone has a setting of training, such as gradient_clipping in a section."
 )
 START = (
     "The weights differ before the first step. Call set_seed(...) before the model is made, so that every run begins "
@@ -78,7 +79,7 @@ class Comparison:
     """Comparison of two records, step by step.
 
     Args:
-        one: of one process.
+        one: of one process, or of another run that is taken to be right.
         other: of the run that is in question.
         tolerance: share of a step's change by which it may differ.
 
@@ -122,8 +123,8 @@ class Comparison:
 
     def _is_apart(self, change: _Change) -> bool:
         """Whether weights changed in different ways; a little counts too where the losses differ by no rounding."""
-        small = change.within and self._same_loss(change.step)
-        return not change.share <= (self._tolerance if small else self._tolerance / 100)
+        is_alike = change.within and self._same_loss(change.step)
+        return not change.share <= (self._tolerance if is_alike else self._tolerance / 100)
 
     def table(self) -> list[str]:
         """One line for each step, and for changes of the weights between steps."""
@@ -168,7 +169,7 @@ class Comparison:
 
     def _all_alike(self) -> str:
         if len(self._one.steps) != len(self._other.steps):
-            numbers = f"{len(self._one.steps)} on one process, {len(self._other.steps)} as configured"
+            numbers = self._both(len(self._one.steps), len(self._other.steps))
             return f"What both have done is the same, and they end after different numbers of steps: {numbers}."
         broken = next((change.step for change in self._changes if change.broken), None)
         if broken is not None:
@@ -183,6 +184,10 @@ class Comparison:
             return f"same{share}"
         return f"different{share}: {', '.join(change.names)}"
 
+    def _both(self, one: float, other: float) -> str:
+        """A number of each run, with the run's name."""
+        return f"{one:g} ({self._one.name}) and {other:g} ({self._other.name})"
+
     def _same_loss(self, step: int) -> bool:
         one, other = (record.steps[step - 1]["loss"] for record in (self._one, self._other))
         both_broken = math.isnan(one) and math.isnan(other)
@@ -192,7 +197,7 @@ class Comparison:
         """Describe what differs in the data of a step; empty where nothing does."""
         one, other = self._one.steps[step - 1], self._other.steps[step - 1]
         if one["rows"] != other["rows"]:
-            return f"{one['rows']:g} rows on one process, {other['rows']:g} as configured"
+            return f"{self._both(one['rows'], other['rows'])} rows"
         if math.isnan(one["sum"]) and math.isnan(other["sum"]):
             return ""
         scale = max(abs(one["sum"]), math.sqrt(one["squares"]))
@@ -252,7 +257,7 @@ def _difference(
     """
     apart: dict[str, float] = {}
     moved: dict[str, float] = {}
-    broken, alone = False, False
+    broken = False
     (before, after), (before_there, after_there) = one, other
     _check_names(after, after_there)
     for name, value in after.items():
@@ -264,7 +269,6 @@ def _difference(
         change, change_there = end - start, end_there - start_there
         finite, finite_there = change.isfinite(), change_there.isfinite()
         broken = broken or not bool(finite.all())
-        alone = alone or bool((finite != finite_there).any())
         difference = torch.where(finite & finite_there, change_there - change, 0.0)
         # Less than the last digits of the weights is rounding, however small the step.
         digits = _ROUNDED * torch.finfo(value.dtype).eps * torch.maximum(end.abs(), start.abs())
@@ -273,7 +277,9 @@ def _difference(
         moved[name] = float(change.where(finite, 0.0).norm())
     shares = [_share(apart, moved, names) for names in (after.keys() - buffers, after.keys() & buffers)]
     names = sorted(apart, key=lambda name: apart[name] / (moved[name] or 1e-300), reverse=True)
-    return _Change(step, within, max(shares), [_shown(name) for name in names if apart[name]][:3], broken and not alone)
+    share = max(shares)
+    broken = broken and not math.isinf(share)
+    return _Change(step, within, share, [_shown(name) for name in names if apart[name]][:3], broken)
 
 
 def _share(apart: Mapping[str, float], moved: Mapping[str, float], names: AbstractSet[str]) -> float:

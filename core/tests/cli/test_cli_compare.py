@@ -162,7 +162,7 @@ def test_batches_of_the_scripts_own_size_for_each_process_are_named(compare):
     done = compare("plain", "--set", "dataloader.split_batches=false")
     assert done.returncode == 1
     assert "12 / 24" in done.stdout
-    assert "other numbers: 12 rows on one process, 24 as configured." in done.stdout
+    assert "other numbers: 12 (single on 1 process) and 24 (ddp on 2 processes) rows." in done.stdout
 
 
 @pytest.mark.slow
@@ -170,6 +170,26 @@ def test_batches_of_the_scripts_own_size_for_each_process_are_named(compare):
 def test_dropout_between_recurrent_layers_and_models_of_later_steps_are_no_difference(how, compare):
     done = compare(how)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_run_of_another_file_takes_the_place_of_one_process(compare, tmp_path):
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: fsdp\nnum_processes: 2\n")
+    done = compare("plain", "--against", "fsdp.yaml", "--distributed_type", "ddp", "--steps", "2", processes=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fsdp on 2 processes (fsdp.yaml) / ddp on 3 processes\n" in done.stdout
+    assert done.stdout.endswith("The same: 2 steps change the weights alike.\n")
+
+
+@pytest.mark.slow
+def test_a_setting_of_training_in_one_file_alone_is_a_difference(compare, tmp_path):
+    (tmp_path / "zero.yaml").write_text(
+        "distributed_type: deepspeed\ndeepspeed: {zero_stage: 2, gradient_clipping: 1.0e-3}\n"
+    )
+    options = ("--distributed_type", "fsdp", "--tolerance", "1e-4")
+    done = compare("plain", "--against", "zero.yaml", *options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "deepspeed on 2 processes (zero.yaml) / fsdp on 2 processes\n" in done.stdout
+    assert "such as gradient_clipping in a section" in done.stdout
 
 
 def test_trials_of_several_accelerators_are_one_record(drivetrain, tmp_path):
@@ -183,7 +203,9 @@ def test_a_run_that_fails_is_compared_up_to_there(compare):
     done = compare("ends")
     assert done.returncode == 2
     assert "The run on 2 processes (ddp) failed with exit code 3. Optimizer steps before: 2." in done.stderr
-    assert done.stdout.endswith("they end after different numbers of steps: 5 on one process, 2 as configured.\n")
+    assert done.stdout.endswith(
+        "they end after different numbers of steps: 5 (single on 1 process) and 2 (ddp on 2 processes).\n"
+    )
 
 
 @pytest.mark.slow

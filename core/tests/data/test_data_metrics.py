@@ -348,6 +348,38 @@ def test_sizes_that_differ_by_rank():
     assert empty == (0, 3)
 
 
+def carried(context):
+    """Collectives of each call, whose values are what every rank gave; and those of calls in which ranks disagree."""
+    backend, rank, world = context.backend, context.dp_rank, context.backend.topology.dp_size
+    real, calls = backend.gather, []
+    backend.gather = lambda tensor: calls.append(tensor.nbytes) or real(tensor)
+    found = []
+    for rows, columns in ((5, 3), (5, 3), (2, 3), (7, 3), (7, 3), (1, 5000), (7, 3), (1, 0)):
+        calls.clear()
+        numbers = torch.arange(rows * columns).view(rows, columns)
+        scores, flags = gather_for_metrics((numbers + 1e4 * rank, torch.full((rows,), rank > 0)), context)
+        assert scores.equal(torch.cat([numbers + 1e4 * each for each in range(world)]))
+        assert flags.tolist() == [each > 0 for each in range(world) for _ in range(rows)]
+        found.append(len(calls))
+    for ragged in (1, 200):
+        calls.clear()
+        assert gather_for_metrics(torch.full((1 + rank * ragged,), rank), context).sum() == sum(
+            each * (1 + each * ragged) for each in range(world)
+        )
+        found.append(len(calls))
+    calls.clear()
+    with pytest.raises(CollectiveMismatchError):
+        gather_for_metrics(torch.zeros(2 + rank * 500, 1 + rank), context)
+    assert gather_for_metrics(torch.ones(4), context).sum() == 4 * world
+    return [*found, len(calls)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_small_values_travel_with_their_sizes(world):
+    # The first call, larger ones up to 8 KiB and those of unequal sizes need a second collective, others do not.
+    assert same(on(world, "carried")) == [2, 1, 1, 2, 1, 2, 1, 1, 2, 2, 2]
+
+
 def mismatch(context):
     rank = context.dp_rank
     seen = []
@@ -443,6 +475,7 @@ CASES = {
         loops,
         alignment,
         uneven,
+        carried,
         mismatch,
         evened_out,
         uneven_rows,

@@ -1,4 +1,4 @@
-"""``drivetrain compare``: runs a script on one process and as configured, and says where the two come apart."""
+"""``drivetrain compare``: compares a run of a script as configured with one on one process, or of another file."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _NOT_COMPARED = 2
 """Exit code where there is no answer, as click's for a command that is refused."""
 
+_OF_BOTH = ("cpu", "mixed_precision")
+"""Flags that hold for a run that another file configures too."""
+
 
 @click.command(
     context_settings={"allow_interspersed_args": False, "token_normalize_func": normalise},
@@ -33,6 +36,7 @@ _NOT_COMPARED = 2
 @configuration_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as after `python -m`.")
 @click.option("--trainer", is_flag=True, help="Transformers' Trainer in SCRIPT is drivetrain[transformers]'s.")
+@click.option("--against", metavar="FILE", help="Compare with the run that this configuration file makes.")
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Optimizer steps of each run.")
 @click.option(
     "--tolerance",
@@ -48,6 +52,7 @@ def compare(
     settings: tuple[str, ...],
     module: bool,
     trainer: bool,
+    against: str | None,
     steps: int,
     tolerance: float,
     script: str,
@@ -59,31 +64,58 @@ def compare(
     Without a number of processes it takes one per accelerator, or two on the CPU. Both runs end after some optimizer
     steps, with dropout turned off, in float32 unless --mixed_precision says otherwise, and with batches that the
     processes share (dataloader.split_batches). What the script prints and writes until then it prints and writes twice.
+
+    With --against, FILE says how the first run is made, in place of one process. Of the options, --cpu and
+    --mixed_precision hold for both runs, and --num_processes where FILE has none; the others are the second run's.
     """
     config_file, remark = chosen_file(config_file)
     if remark:
         click.echo(remark, err=True)
     flags["mixed_precision"] = flags.get("mixed_precision") or "no"
-    resolved = resolve(config_file, settings, flags)
-    if "dataloader.split_batches" not in resolved.origins:
-        settings = (*settings, "dataloader.split_batches=true")
-    _check(resolved)
-    resolved = resolve(config_file, settings, {**flags, "num_processes": _processes(resolved)})
+    resolved = _resolve(config_file, settings, flags)
+    if against is None:
+        reference = on_one_process(resolved)
+    else:
+        alike = {name: flags.get(name) for name in _OF_BOTH}
+        reference = _resolve(against, (), alike, processes=flags.get("num_processes"))
     command = [script, *script_args]
     if trainer:
         command, module = with_trainer(command, module=module, no_python=False), True
     from drivetrain.run_comparison import Comparison
 
     with tempfile.TemporaryDirectory(prefix="drivetrain-compare-") as folder:
-        one = _run(on_one_process(resolved), command, Path(folder, "one"), module=module, steps=steps)
+        one = _run(reference, command, Path(folder, "one"), module=module, steps=steps)
         if one.failed:
             sys.exit(_NOT_COMPARED)
         other = _run(resolved, command, Path(folder, "other"), module=module, steps=steps)
+        if against is not None:
+            one = one._replace(name=f"{one.name} ({Path(against).name})")
         found = Comparison(one, other, tolerance)
         for line in found.table():
             click.echo(line)
         click.echo(found.verdict())
     sys.exit(1 if found.apart else _NOT_COMPARED if other.failed else int(not found.same))
+
+
+def _resolve(
+    config_file: str | None, settings: tuple[str, ...], flags: dict[str, Any], processes: str | None = None
+) -> ResolvedConfig:
+    """The configuration of one of the two runs, which shares batches unless it says otherwise.
+
+    Args:
+        config_file, settings, flags: as for :func:`drivetrain.cli.options.resolve`.
+        processes: their number where the configuration has none.
+
+    Raises:
+        UsageError: it cannot be compared by one command.
+    """
+    resolved = resolve(config_file, settings, flags)
+    if "dataloader.split_batches" not in resolved.origins:
+        settings = (*settings, "dataloader.split_batches=true")
+    _check(resolved)
+    if resolved.config.num_processes is not None or processes is None:
+        processes = _processes(resolved)
+    return resolve(config_file, settings, {**flags, "num_processes": processes})
 
 
 def _check(resolved: ResolvedConfig) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -64,6 +65,17 @@ def _list(numbers: Sequence[int]) -> str:
 _HEADER = 11
 _NOWHERE = (-1, -1, -1)
 
+_Parts = list[Tensor] | None
+
+_ROOM: WeakKeyDictionary[Backend, int] = WeakKeyDictionary()
+"""Bytes of values that the next exchange of sizes has room for, by backend: those of the largest that ranks had alike.
+
+All ranks have seen the sizes of every exchange before, and so send as many bytes in the next one, whatever each has.
+"""
+
+_LARGEST_ROOM = 1 << 13
+"""Values beyond so many bytes travel apart: every later exchange is as large, also one of a single number."""
+
 
 def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bool = False) -> Any:
     """Gather values of the current batch, leaving out those of repeated samples. Collective over data-parallel ranks.
@@ -74,7 +86,8 @@ def gather_for_metrics(data: Any, context: LoadingContext, use_gather_object: bo
 
     Rows that the current batch of the innermost loop repeats are cut; outside of a loop none are. The sizes, a
     digest of the structure and each rank's current batch are exchanged first, so that all ranks raise together and
-    none hangs; on an accelerator this waits for the device.
+    none hangs; on an accelerator this waits for the device. Small values travel with them, so that from the second
+    call on there is one collective.
 
     Args:
         data: a tree of tensors, lists, objects.
@@ -213,11 +226,11 @@ def _gather_unequal(data: Any, backend: Backend, info: Pass) -> tuple[Any, list[
     """Return the gathered tree, and of what rows each tensor consists."""
     leaves = trees.tensors(data)
     flat = nested.at_least_1d(leaves)
-    sizes = _exchange_sizes(flat, backend, info)
+    sizes, parts = _exchange_sizes(flat, backend, info)
     if not leaves:
         return data, []
     before = list(zip(*_exchange([_rows_before_padding(leaf) for leaf in leaves], backend), strict=True))
-    parts = nested.gather_parts([_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)], backend)
+    parts = parts or _gather_filled(flat, sizes, backend)
     spans = [_samples_first(part, size, padded, info) for part, size, padded in zip(parts, sizes, before, strict=True)]
     gathered = [
         torch.cat([part[rank, start:stop] for rank, start, stop in span])
@@ -342,7 +355,7 @@ def _gather_tensors(leaves: list[Tensor], info: Pass | None, backend: Backend) -
     backend.sync()
     scalar = [leaf.dim() == 0 for leaf in leaves]
     flat = nested.at_least_1d(leaves)
-    sizes = _exchange_sizes(flat, backend, info)
+    sizes, parts = _exchange_sizes(flat, backend, info)
     keeps = [
         rows_to_keep(size, info, trees.describe(leaf), scalar=is_scalar)
         for leaf, size, is_scalar in zip(leaves, sizes, scalar, strict=True)
@@ -358,22 +371,32 @@ def _gather_tensors(leaves: list[Tensor], info: Pass | None, backend: Backend) -
         )
     if backend.topology.dp_size == 1:
         return [leaf if keep == leaf.shape[0] else leaf[:keep] for leaf, (keep,) in zip(flat, keeps, strict=True)]
-    filled = [_fill(leaf, max(size)) for leaf, size in zip(flat, sizes, strict=True)]
-    parts = nested.gather_parts(filled, backend)
+    parts = parts or _gather_filled(flat, sizes, backend)
     return [_cut(part, keep) for part, keep in zip(parts, keeps, strict=True)]
 
 
-def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: Pass | None) -> list[list[int]]:
-    """Size of dim 0 of each tensor on each rank, after making sure that everything else and the batch agree."""
+def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: Pass | None) -> tuple[list[list[int]], _Parts]:
+    """Size of dim 0 of each tensor on each rank, after making sure that everything else and the batch agree.
+
+    Returns:
+        The sizes, and the tensors themselves from all ranks, shape ``(dp_size, n, ...)``, where they are of one size
+        on all ranks and have travelled with the sizes; else ``None``.
+    """
     if backend.topology.dp_size == 1:
-        return [[leaf.shape[0]] for leaf in leaves]
+        return [[leaf.shape[0]] for leaf in leaves], None
     text = trees.describe(leaves, lambda tensor: ["*", *tensor.shape[1:]])
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
     mine = [leaf.shape[0] for leaf in leaves]
     # Of fixed size, so that ranks with different numbers of tensors can exchange it.
     place = _NOWHERE if info is None else info.place
     header = [*place, digest, len(leaves), *mine[:_HEADER]]
-    table = _exchange(header + [0] * (_HEADER + 5 - len(header)), backend)
+    numbers = torch.tensor(header + [0] * (_HEADER + 5 - len(header)), device=backend.topology.device)
+    room = _ROOM.get(backend, 0)
+    bytes_here = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    values = nested.pack(leaves, backend) if bytes_here <= room else []
+    rest = numbers.new_zeros(room - bytes_here if values else room, dtype=torch.uint8)
+    received = backend.gather(torch.cat([numbers.view(torch.uint8), *values, rest])[None].view(torch.int64))
+    table = received[:, : len(numbers)].tolist()
     _check_batches([None if (read := tuple(row[:3])) == _NOWHERE else read for row in table])
     table = [row[3:] for row in table]
     if len({(row[0], row[1]) for row in table}) > 1:
@@ -384,15 +407,25 @@ def _exchange_sizes(leaves: list[Tensor], backend: Backend, info: Pass | None) -
         )
     rows = [row[2 : 2 + len(leaves)] for row in table]
     if len(leaves) > _HEADER:
-        rest = _exchange(mine[_HEADER:], backend)
-        rows = [row + more for row, more in zip(rows, rest, strict=True)]
-    return [list(column) for column in zip(*rows, strict=True)]
+        others = _exchange(mine[_HEADER:], backend)
+        rows = [row + more for row, more in zip(rows, others, strict=True)]
+    sizes = [list(column) for column in zip(*rows, strict=True)]
+    if any(len(set(size)) > 1 for size in sizes):
+        return sizes, None
+    if room < bytes_here <= _LARGEST_ROOM:
+        _ROOM[backend] = -(-bytes_here // numbers.itemsize) * numbers.itemsize
+    return sizes, nested.unpack(received.view(torch.uint8)[:, numbers.nbytes :], leaves) if values else None
 
 
 def _exchange(numbers: list[int], backend: Backend) -> list[list[int]]:
     sent = torch.tensor([numbers], dtype=torch.int64, device=backend.topology.device)
     table: list[list[int]] = backend.gather(sent).tolist()
     return table
+
+
+def _gather_filled(leaves: list[Tensor], sizes: Sequence[Sequence[int]], backend: Backend) -> list[Tensor]:
+    """Each tensor from all ranks, filled up to the rows of the rank that has most. Collective."""
+    return nested.gather_parts([_fill(leaf, max(size)) for leaf, size in zip(leaves, sizes, strict=True)], backend)
 
 
 def _fill(leaf: Tensor, size: int) -> Tensor:

@@ -69,19 +69,39 @@ def gather_parts(leaves: Sequence[Tensor], backend: Backend) -> list[Tensor]:
     """
     size = backend.topology.dp_size
     results: dict[int, Tensor] = {}
-    packed: dict[int, Tensor] = {}
+    small: list[int] = []
     for index, leaf in enumerate(leaves):
         if len(leaves) > 1 and leaf.numel() * leaf.element_size() <= TOGETHER_BYTES:
-            packed[index] = as_bytes(leaf.to(backend.topology.device))
+            small.append(index)
         else:
             results[index] = backend.gather(leaf).view(size, *leaf.shape)
-    if packed:
-        received = backend.gather(torch.cat(list(packed.values()))[None])
-        parts = torch.split_with_sizes(received, [data.numel() for data in packed.values()], dim=1)
-        for index, part in zip(packed, parts, strict=True):
-            leaf, whole = leaves[index], part.clone(memory_format=torch.contiguous_format)
-            results[index] = whole.view(-1).view(leaf.dtype).view(size, *leaf.shape).to(leaf.device)
+    if small:
+        together = [leaves[index] for index in small]
+        received = backend.gather(torch.cat(pack(together, backend))[None])
+        results.update(zip(small, unpack(received, together), strict=True))
     return [results[index] for index in range(len(leaves))]
+
+
+def pack(leaves: Sequence[Tensor], backend: Backend) -> list[Tensor]:
+    """The bytes of each tensor on the backend's device, to be sent in one collective. Not collective."""
+    return [as_bytes(leaf.to(backend.topology.device)) for leaf in leaves]
+
+
+def unpack(received: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor from all ranks, shape ``(ranks, n, ...)``, of which all have sent the bytes. Not collective.
+
+    Args:
+        received: bytes of shape ``(ranks, m)``, which begin with those of :func:`pack`.
+        leaves: this rank's own, which are of the same shapes on all ranks.
+    """
+    results: list[Tensor] = []
+    begin = 0
+    for leaf in leaves:
+        end = begin + leaf.numel() * leaf.element_size()
+        whole = received[:, begin:end].clone(memory_format=torch.contiguous_format)
+        results.append(whole.view(-1).view(leaf.dtype).view(len(received), *leaf.shape).to(leaf.device))
+        begin = end
+    return results
 
 
 def reduce(
