@@ -152,6 +152,8 @@ def _further(name: str) -> Any:
     if name in absent.INSTEAD:
         return absent.refuse(name)
     if not name[:1].isupper():  # A submodule, or what Python itself asks for.
+        if name in import_module("drivetrain.compat.paths").ATTRIBUTES:
+            return import_module(f"drivetrain.{name}")
         raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
     return import_module("drivetrain.registry").get_registry().named_object(name)
 

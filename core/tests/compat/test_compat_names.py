@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -141,3 +143,19 @@ def test_sizes_that_cannot_be_say_why():
             ParallelismConfig(**wrong)
     with pytest.raises(UsageError, match="Accelerator takes no parallelism_config like this"):
         Accelerator(parallelism_config={"tp_size": 2})
+
+
+def test_modules_are_attributes_after_the_import_of_the_package_alone():
+    program = "import drivetrain; print(drivetrain.utils.set_seed.__name__, drivetrain.state.PartialState.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set_seed PartialState\n"
+    with pytest.raises(AttributeError, match="module 'drivetrain' has no attribute 'nothing'"):
+        _ = drivetrain.nothing
+
+
+def test_classes_of_trackers_are_where_scripts_import_them():
+    from drivetrain.tracking import JSONLTracker, WandBTracker
+
+    assert (JSONLTracker.name, WandBTracker.name) == ("jsonl", "wandb")
+    with pytest.raises(ImportError, match="cannot import name 'NoTracker'"):
+        from drivetrain.tracking import NoTracker  # noqa: F401

@@ -855,6 +855,90 @@ def hooks_after_accumulation_in_windows(accelerator):
     return hooked_windows(accelerator, clamp_what_has_gathered)
 
 
+def _edited_windows(edit):
+    """Two micro-batches in a step, in plain torch: what has gathered is edited after each."""
+
+    def reference():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        losses = []
+        for step, (x, y) in enumerate(loader()):
+            loss = F.cross_entropy(model(x), y)
+            (loss / 2).backward()
+            edit(model)
+            if step % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, {f"model.{name}": value.detach().clone() for name, value in model.state_dict().items()}
+
+    return reference
+
+
+def edited_windows(accelerator, edit):
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            edit(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+def clip_by_torch(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def take_signs(model):
+    for p in model.parameters():
+        p.grad.copy_(0.01 * p.grad.sign())
+
+
+@script(reference=_edited_windows(clip_by_torch), gradient_accumulation_steps=2)
+def clipped_by_torch_in_each_micro_batch(accelerator):
+    """``torch.nn.utils.clip_grad_norm_`` after the backward of each batch of a window of two."""
+    return edited_windows(accelerator, clip_by_torch)
+
+
+@script(reference=_edited_windows(take_signs), gradient_accumulation_steps=2)
+def signs_taken_in_each_micro_batch(accelerator):
+    """``p.grad`` becomes its sign after each batch of a window of two."""
+    return edited_windows(accelerator, take_signs)
+
+
+def clipped_between(accelerator, inside):
+    """Two batches a step by hand, clipped after each backward."""
+    model, optimizer, batches = start(accelerator)
+    losses = []
+    for step, (x, y) in enumerate(batches):
+        last = step % 2 == 1
+        with nullcontext() if last or not inside else accelerator.no_sync(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss / 2)
+        accelerator.clip_grad_norm_(model.parameters(), 0.05)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(mean(accelerator, loss))
+    return result(accelerator, losses, model=model)
+
+
+@script(reference=_edited_windows(clip_by_torch))
+def clipped_between_backwards_inside_no_sync(accelerator):
+    """``accelerator.clip_grad_norm_`` after each of two backwards of a step, the first of them inside ``no_sync``."""
+    return clipped_between(accelerator, inside=True)
+
+
+@script(reference=_edited_windows(clip_by_torch), follows="clipped_between_backwards_inside_no_sync")
+def clipped_between_backwards(accelerator):
+    """The same without ``no_sync``."""
+    return clipped_between(accelerator, inside=False)
+
+
 @script()
 def hooks_of_a_plain_backward(accelerator):
     """``loss.backward()`` with hooks that clamp gradients, and a frozen layer."""

@@ -24,6 +24,9 @@ _PATHS = frozenset(
 )
 """Below ``drivetrain``. A file of that name would come first."""
 
+ATTRIBUTES = frozenset({"logging", "tracking", "utils"} | {path for path in _PATHS if "." not in path})
+"""Modules that are there after ``import accelerate`` alone: scripts write ``accelerate.utils.set_seed(0)``."""
+
 
 @final
 class _Names(Loader):

@@ -23,6 +23,7 @@ from drivetrain.distributed import call_monitor
 from drivetrain.distributed.call_monitor import Current, Place
 from drivetrain.distributed.watchdog import check_collective, log_call, note_likely_cause
 from drivetrain.errors import UnsupportedError, UsageError
+from drivetrain.loop import gradient_edits
 from drivetrain.loop.gradient_hooks import Cause, refuse_multiples
 from drivetrain.loop.loose import LooseParameters
 from drivetrain.loop.loss import count_items, leaves
@@ -54,6 +55,8 @@ class MicroBatch:
     def __enter__(self) -> None:
         loop, window = self._loop, self._window
         window.begin(loop.loop_state(), loop.steps)
+        if window.position == 1 and window.length > 1 and loop.watches_edits:
+            gradient_edits.watch(window)
         self._outer, loop.window = loop.window, window
         self._was_open, window.open = window.open, True
         reduces = window.closing or window.sync_each_batch  # `window.reduces`, inlined since it runs at each batch
@@ -142,7 +145,7 @@ class TrainingLoop:
         self.averaged = self._dp_size if backend.capabilities.averages_gradients else 1
         """Number by which the engine divides the sum of gradients; losses are multiplied by it."""
         self._linear_hooks: set[int] = set()
-        self._finds_loose = self._dp_size > 1 and not backend.capabilities.pipelined
+        self._finds_loose = self.watches_edits = self._dp_size > 1 and not backend.capabilities.pipelined
         self._windows: dict[tuple[PreparedModel, ...], Window] = {}
         self.manual = self.window = Window(steps, self._dp_size, self._dp_rank, self.models)
         """For losses outside of ``accumulate``; and the window of the current micro-batch, or else of the last one."""
@@ -219,16 +222,7 @@ class TrainingLoop:
             return
         if kwargs:
             loss = _weighted(loss, **kwargs, is_sum=num_items is not None or denominator is not None)
-        if self.window.open:
-            models, closes = self.window.models, self.window.closing
-        else:
-            # Of the models that ran forward, else of all.
-            models = self.models if len(self.models) == 1 else [one for one in self.models if one.active] or self.models
-            self.window, closes = self.manual, True
-            self.manual.weigh_alone(self.loop_state())
-            for model in models:
-                model.window = self.manual
-                closes = closes and not model.held
+        models, closes = self._models_of_backward()
         # Ranks may make different numbers of backwards that reduce nothing.
         self._record_backward(models, (num_items is not None) + 2 * (denominator is not None), closes=closes)
         primary = models[0]
@@ -243,6 +237,8 @@ class TrainingLoop:
         self.check_hooks(models)
         window.backwards += 1
         window.backwards_here += 1
+        if window.edits is not None:
+            window.edits.before_backward()
         try:
             if retain_graph or self.loose.parameters:
                 with self._around_backward(primary, retain_graph):
@@ -255,9 +251,24 @@ class TrainingLoop:
         if closes:
             self._correct(models)
             self.gradients_reduced()
+        if self.watches_edits and self._windows:
+            gradient_edits.after_backward(window, self._windows.values(), self.backend)
         self.note_loss(loss, window.rows, num_items)
         for model in self.models:
             model.active = model.active and bool(retain_graph)
+
+    def _models_of_backward(self) -> tuple[Sequence[PreparedModel], bool]:
+        """Return the models of the window, and whether the backward that begins reduces their gradients."""
+        if self.window.open:
+            return self.window.models, self.window.closing
+        # Of the models that ran forward, else of all.
+        models = self.models if len(self.models) == 1 else [one for one in self.models if one.active] or self.models
+        self.window, closes = self.manual, True
+        self.manual.weigh_alone(self.loop_state())
+        for model in models:
+            model.window = self.manual
+            closes = closes and not model.held
+        return models, closes
 
     def note_loss(self, loss: Tensor, rows: Rows | None = None, num_items: Items | None = None) -> None:
         """Add a loss to the record of a run, where there is one, after its backward.
@@ -506,6 +517,10 @@ class TrainingLoop:
                     stack.enter_context(model.buffers.apart())
             self._weights.joining = True
             stack.callback(setattr, self._weights, "joining", False)
+            for window in self._windows.values():
+                window.edits, window.sync_each_batch = None, window.always_reduces
+            stack.callback(setattr, self, "watches_edits", self.watches_edits)
+            self.watches_edits = False
             yield
         if self._dp_size > 1:
             step = torch.tensor(self.step, device=self.backend.topology.device)
@@ -569,6 +584,8 @@ class TrainingLoop:
     def _clip_models(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients of prepared models by one norm of all. An engine that steps each by itself measures first."""
         shares = self._by_owner(parameters)
+        for owner, _ in shares:
+            owner.check_clipped("clip_grad_norm_")
         if len(shares) == 1 or self.backend.capabilities.optimizer_spans_models:
             return shares[0][0].trainable.clip_grad_norm(parameters, max_norm, norm_type)
         # Nothing is clipped by an infinite norm.
@@ -603,7 +620,10 @@ class TrainingLoop:
             parameters = [each for each in parameters if each not in self.loose]
             if not parameters:
                 return
-        for owner, share in self._by_owner(parameters):
+        shares = self._by_owner(parameters)
+        for owner, _ in shares:
+            owner.check_clipped("clip_grad_value_")
+        for owner, share in shares:
             owner.trainable.clip_grad_value(share, clip_value)
 
     def _by_owner(self, parameters: Sequence[Tensor]) -> list[tuple[PreparedModel, list[Tensor]]]:

@@ -151,6 +151,16 @@ class PreparedModel:
                 "waits for the end of a window.",
             )
 
+    def check_clipped(self, call: str) -> None:
+        """Raise where a script clips gradients that differ from rank to rank: clipped ones would not add up to any."""
+        if not self.steps_alone and self.trainable.has_unreduced_gradients():
+            raise UsageError(
+                f"{call} was called while gradients of {self.plain_class.__name__} are those of this rank's samples "
+                "alone, after a backward inside no_sync or loss.backward()",
+                cure="Clip after the last backward of a step, which reduces them, or leave no_sync out: every backward "
+                "reduces them then.",
+            )
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context in which a call in this thread runs the user's own forward with its hooks."""

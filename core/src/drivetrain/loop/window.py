@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from drivetrain.data.active import LoopState
     from drivetrain.data.plan import Rows
+    from drivetrain.loop.gradient_edits import GradientEdits
     from drivetrain.loop.model import PreparedModel
 
 Items = int | float | Tensor
@@ -43,7 +44,7 @@ class Window:
         dp_size: number of data-parallel coordinates.
         dp_rank: this process's coordinate.
         models: the prepared models that share it.
-        sync_each_batch: gradients are reduced at every micro-batch.
+        sync_each_batch: gradients are reduced at every micro-batch, of this window or of all.
     """
 
     def __init__(
@@ -56,7 +57,11 @@ class Window:
         sync_each_batch: bool = False,
     ) -> None:
         self.length, self.dp_size, self.dp_rank, self.models = length, dp_size, dp_rank, models
-        self.sync_each_batch = sync_each_batch
+        self.sync_each_batch = self.always_reduces = sync_each_batch
+        self.number = 0
+        """Windows that have begun, of those that are counted."""
+        self.edits: GradientEdits | None = None
+        """Watches the script's changes of gradients; ``None`` in most windows."""
         self.position = 0
         """Micro-batches begun in this window."""
         self.closing = True

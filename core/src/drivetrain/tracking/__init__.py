@@ -185,6 +185,15 @@ def known_trackers() -> dict[str, str | Kind]:
     return {**plugins, **_BUILT_IN, **_registered}
 
 
+def __getattr__(name: str) -> Any:
+    """Find the class of a known tracker by its own name: ``from drivetrain.tracking import WandBTracker``."""
+    if not name.startswith("_"):
+        for target in known_trackers().values():
+            if isinstance(target, str) and target.endswith(f":{name}"):
+                return getattr(importlib.import_module(target.removesuffix(f":{name}")), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> dict[str, Kind | GeneralTracker]:
     """The trackers of ``log_with`` by lower-case name: of names, classes, instances, a list of these, or ``"all"``.
 

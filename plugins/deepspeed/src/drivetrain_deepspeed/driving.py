@@ -293,6 +293,11 @@ class Driver:
         self.engine._forward_epilogue()  # noqa: SLF001
         return output
 
+    @property
+    def holds_unreduced(self) -> bool:
+        """Whether gradients wait for a backward that reduces them."""
+        return bool(self._waiting) and not self._closed
+
     def synchronise(self, enabled: bool) -> None:
         """Whether the next backward closes a window."""
         self.engine.set_gradient_accumulation_boundary(enabled)
@@ -401,7 +406,6 @@ class Driver:
             norm_type: 2 and all parameters cost one pass over the gradients, which the step is spared; else two.
         """
         self._clipped = True
-        assert self._closed, "the core clips where a window ends"
         self._check_dropped(wanted, "clipping")
         self.unscale()
         raw = self._raw_norm(wanted, norm_type)
@@ -425,7 +429,6 @@ class Driver:
 
     def clip_value(self, wanted: frozenset[int] | None, clip_value: float) -> None:
         """Clamp gradient elements."""
-        assert self._closed, "the core clips where a window ends"
         self._check_dropped(wanted, "clipping")
         self.unscale()
         self.gradients.settle()

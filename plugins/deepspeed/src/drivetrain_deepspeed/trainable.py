@@ -107,6 +107,9 @@ class DeepSpeedTrainable(Trainable):
         if self._driver is not None:
             self._driver.synchronise(enabled)
 
+    def has_unreduced_gradients(self) -> bool:
+        return self._driver is not None and self._driver.holds_unreduced
+
     def scale_gradients(self, factor: float | Tensor) -> None:
         with self._engine():
             self._trained.multiply(factor)

@@ -212,7 +212,9 @@ class FSDPTrainable(TorchTrainable):
             torch.autograd.Variable._execution_engine.queue_callback(self._hooks.after_backward)  # noqa: SLF001
 
     def has_unreduced_gradients(self) -> bool:
-        """Whether replicated parameters got gradients in a backward that this backend did not run."""
+        """Whether a backward left gradients to a later one, or one that this backend did not run reached parameters."""
+        if self._unreduced and hidden.have_unreduced(self._groups):
+            return True
         return self.keeps_whole and self._whole.unreduced()
 
     def check_hook(self) -> None:

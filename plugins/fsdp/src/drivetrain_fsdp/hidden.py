@@ -32,6 +32,14 @@ def drop_unreduced(groups: Iterable[Any], parameters: Iterable[Tensor]) -> None:
             group._partial_reduce_output = None  # noqa: SLF001
 
 
+def have_unreduced(groups: Iterable[Any]) -> bool:
+    """Whether backwards have left gradients that are not reduced. Not collective."""
+    return any(
+        group._partial_reduce_output is not None or any(map(_has_gradient, group.fsdp_params))  # noqa: SLF001
+        for group in groups
+    )
+
+
 def compare_first_steps(module: nn.Module, groups: Iterable[Any], topology: Topology) -> None:
     """Make the first steps raise on every rank where ranks would gather or reduce different units. Not collective.
 
