@@ -69,7 +69,10 @@ def ahead(section: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def window(section: dict[str, Any], mesh: dict[str, int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """In each micro-batch of a window: gradients reduced (scattered, all-reduced), and bytes of whole ones kept."""
+    """In each micro-batch of a window: gradients reduced (scattered, all-reduced), and bytes of whole ones kept.
+
+    It is the third, since the first two reduce each micro-batch, to look whether the script changes gradients.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     overrides = {f"mesh.{axis}": size for axis, size in mesh.items()}
@@ -89,7 +92,7 @@ def window(section: dict[str, Any], mesh: dict[str, int]) -> tuple[list[tuple[in
     collectives.DefaultReduceScatter.__call__ = counting("scattered", reduce_scatter)
     found, kept = [], []
     try:
-        for _ in range(WINDOW):
+        for _ in range(3 * WINDOW):
             counted.clear()
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.ones(2, WIDTH)).sum())
@@ -100,7 +103,7 @@ def window(section: dict[str, Any], mesh: dict[str, int]) -> tuple[list[tuple[in
     finally:
         collectives.dist.all_reduce, collectives.DefaultReduceScatter.__call__ = all_reduce, reduce_scatter
     accelerator.end_training()
-    return found, kept
+    return found[-WINDOW:], kept[-WINDOW:]
 
 
 def unreduced(model: Any) -> int:
