@@ -105,6 +105,26 @@ def test_an_edit_on_one_rank_is_every_ranks():
     assert reduced == [[True] * WINDOWS] * 2
 
 
+def hook_on_one_rank():
+    accelerator = Accelerator(cpu=True, distributed_type="ddp", gradient_accumulation_steps=2)
+    model = nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if accelerator.is_main_process:
+        model.weight.register_hook(lambda grad: 1.0 * grad)
+    reduced = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(6, 4)).square().mean())
+            reduced.append(accelerator._loop.window.sync_each_batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    return reduced
+
+
+def test_hooks_of_one_rank_leave_every_ranks_windows_alone():
+    assert spawn(hook_on_one_rank, 2) == [[False] * 6] * 2
+
+
 def two_players():
     """Windows of two models, of which one loss reaches both, take turns."""
     kept = Kept()

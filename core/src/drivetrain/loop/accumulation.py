@@ -56,7 +56,7 @@ class MicroBatch:
         loop, window = self._loop, self._window
         window.begin(loop.loop_state(), loop.steps)
         if window.position == 1 and window.length > 1 and loop.watches_edits:
-            gradient_edits.watch(window)
+            gradient_edits.watch(window, loop.backend)
         self._outer, loop.window = loop.window, window
         self._was_open, window.open = window.open, True
         reduces = window.closing or window.sync_each_batch  # `window.reduces`, inlined since it runs at each batch

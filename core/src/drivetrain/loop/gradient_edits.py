@@ -72,14 +72,29 @@ def _seen(grad: Tensor) -> tuple[int, str]:
     return grad._version, norm  # noqa: SLF001
 
 
-def watch(window: Window) -> None:
-    """Decide where a window begins whether it reduces gradients at each micro-batch and is watched. Not collective."""
+def watch(window: Window, backend: Backend) -> None:
+    """Decide where a window begins whether it reduces gradients at each micro-batch and is watched.
+
+    Where the script has hooks on gradients, on any rank, none is: engines look at these, which must not be given
+    reduced gradients in some windows and a rank's own in others. Collective over data-parallel ranks in those windows
+    that would be watched otherwise.
+    """
     window.number += 1
     is_power_of_two = window.number & (window.number - 1) == 0
     is_apart = any(model.held or model.steps_alone for model in window.models)
     is_watched = is_power_of_two and not window.always_reduces and not is_apart
+    if is_watched:
+        is_watched = not _on_any_rank(any(map(_has_hooks, window.models)), backend)
     window.edits = GradientEdits(window.models) if is_watched else None
     window.sync_each_batch = is_watched or window.always_reduces
+
+
+def _has_hooks(model: PreparedModel) -> bool:
+    return any(True for _ in model.trainable.gradient_hooks())
+
+
+def _on_any_rank(found: bool, backend: Backend) -> bool:
+    return bool(backend.reduce(torch.tensor(int(found), device=backend.topology.device), "max").item())
 
 
 def after_backward(window: Window, windows: Iterable[Window], backend: Backend) -> None:
@@ -103,8 +118,7 @@ def after_backward(window: Window, windows: Iterable[Window], backend: Backend) 
 def _settle(window: Window, backend: Backend) -> None:
     """Decide at the closing backward of a watched window how later ones reduce. Collective over data-parallel ranks."""
     edits, window.edits = window.edits, None
-    found = torch.tensor(int(edits is not None and edits.found), device=backend.topology.device)
-    if not backend.reduce(found, "max").item():
+    if not _on_any_rank(edits is not None and edits.found, backend):
         return
     window.always_reduces = window.sync_each_batch = True
     if backend.topology.rank == 0:
